@@ -1,0 +1,48 @@
+# Needs Python >= 3.11, pip and make; everything else goes into .venv inside this folder.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint test-long bench format docs clean
+
+help: ## show what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "gpu-worker-pool needs Python 3.11 or later; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $(READY)
+
+install: $(READY) ## set up .venv with the package and what its tests need
+
+demo: $(READY) ## see the pool at work
+	@$(BIN)/python -m gpu_worker_pool.demo
+
+test: lint ## check style and types, run the tests
+	$(BIN)/python -m pytest -n 2 -m "not long"
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test-long: $(READY) ## the same properties over many more random histories
+	$(BIN)/python -m pytest -n 2 -m long --timeout 3600
+
+bench: $(READY) ## measure speed, as ratios within one run
+	$(BIN)/python bench/core.py
+
+format: $(READY) ## let ruff rewrite the code
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: $(READY) ## draw the diagrams in docs/ anew from the code
+	$(BIN)/python -m gpu_worker_pool.core.moves docs/ARCHITECTURE.md
+
+clean: ## remove .venv and everything generated
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,1 @@
+"""Share GPUs without running a cluster."""
