@@ -1,0 +1,94 @@
+"""The core: decides who gets which GPU. Pure; it does no I/O, reads no clock, draws no random number, writes no log.
+
+| rule | says | lives in |
+| --- | --- | --- |
+| 1 | when a GPU is eligible | `obstacles` |
+| 2 | one worker a GPU, unless both declare memory and share | `obstacles.promise_obstacles` |
+| 3 | which GPU is best, and which endpoint | `gpus.GPUResourceState.rank`, `allocator`, `balancing` |
+| 4 | who is first, and the bound on being overtaken | `queue`, `Pool._assign`, `keeping` |
+| 5 | impossible requests fail at once | `allocator.GPUAllocator.impossible` |
+| 6 | every request ends exactly once | `moves.REQUEST_MOVES`, `Pool._end_request` |
+| 7 | a cancelled grant is given back | `Pool._cancelled` |
+| 8 | release hands on at once | `Pool._end_lease`, `Pool._want_readings` |
+| 9 | ids are remembered | `Pool._requested`, `legality`, `remembered` |
+| 10 | time in which nobody served does not count | `Pool.resume`, `saved` |
+| 11 | quarantine | `Pool._quarantine`, `evidence` |
+| 12 | why a request waits | `explanation` |
+"""
+
+from gpu_worker_pool.core.allocator import GPUAllocator
+from gpu_worker_pool.core.assignments import Lease, LevelBefore, WorkerAssignmentTracker
+from gpu_worker_pool.core.effects import Effect, Ended, Granted, LeaseEnded, ReadingWanted, WakeAt
+from gpu_worker_pool.core.events import (
+    Cancelled,
+    Event,
+    GPUsVanished,
+    HolderGone,
+    Observed,
+    QuarantineEnded,
+    Released,
+    Renewed,
+    Request,
+    Requested,
+    Stopped,
+    Ticked,
+    Unreachable,
+)
+from gpu_worker_pool.core.explanation import Explanation, GPUExplanation, explain, explain_wishes
+from gpu_worker_pool.core.gpus import GPUResourceState
+from gpu_worker_pool.core.invariants import check_invariants
+from gpu_worker_pool.core.moves import LeaseState, RequestState
+from gpu_worker_pool.core.obstacles import Obstacle, ObstacleKind
+from gpu_worker_pool.core.pool import Pool
+from gpu_worker_pool.core.queue import Waiter, WorkerQueue
+from gpu_worker_pool.core.readings import ProcessReading, Reading
+from gpu_worker_pool.core.saved import restore, save
+from gpu_worker_pool.core.settings import PoolSettings, Strategy
+from gpu_worker_pool.core.wishes import PLAIN, Wishes
+
+__all__ = [
+    "PLAIN",
+    "Cancelled",
+    "Effect",
+    "Ended",
+    "Event",
+    "Explanation",
+    "GPUAllocator",
+    "GPUExplanation",
+    "GPUResourceState",
+    "GPUsVanished",
+    "Granted",
+    "HolderGone",
+    "Lease",
+    "LeaseEnded",
+    "LeaseState",
+    "LevelBefore",
+    "Observed",
+    "Obstacle",
+    "ObstacleKind",
+    "Pool",
+    "PoolSettings",
+    "ProcessReading",
+    "QuarantineEnded",
+    "Reading",
+    "ReadingWanted",
+    "Released",
+    "Renewed",
+    "Request",
+    "RequestState",
+    "Requested",
+    "Stopped",
+    "Strategy",
+    "Ticked",
+    "Unreachable",
+    "Waiter",
+    "WakeAt",
+    "Wishes",
+    "WorkerAssignmentTracker",
+    "WorkerQueue",
+    "check_invariants",
+    "explain",
+    "explain_wishes",
+    "restore",
+    "save",
+]

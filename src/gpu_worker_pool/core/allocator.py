@@ -1,0 +1,232 @@
+"""Rules 1 to 3 and 5 over all GPUs: which of them a request could have now, which is best, and whether any ever could.
+
+Readings come in here. Requests without special wishes are answered from an index; nothing is passed over for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from heapq import nsmallest
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.core.assignments import LevelBefore
+from gpu_worker_pool.core.balancing import balancer_for
+from gpu_worker_pool.core.gpus import EndpointState, GPUResourceState
+from gpu_worker_pool.core.obstacles import lasting_obstacles, obstacles, reading_obstacles
+from gpu_worker_pool.core.ranked import RankedSet
+from gpu_worker_pool.core.wishes import PLAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from gpu_worker_pool.core.readings import Reading
+    from gpu_worker_pool.core.settings import PoolSettings
+    from gpu_worker_pool.core.wishes import Wishes
+
+
+class GPUAllocator:
+    """Belongs to one thread."""
+
+    def __init__(self, settings: PoolSettings) -> None:
+        self.settings = settings
+        self.endpoints: dict[str, EndpointState] = {}
+        self.gpus: dict[str, GPUResourceState] = {}
+        self._balancer = balancer_for(settings.strategy)
+        self._is_plain_possible = min(settings.memory_threshold_percent, settings.utilization_threshold_percent) > 0
+        #: The endpoints with a free GPU, as the balancing strategy ranks them; unused while there is only one.
+        self._ranked: RankedSet[EndpointState] = RankedSet()
+
+    # Readings
+
+    def observe(self, endpoint_id: str, readings: Iterable[Reading], begun_at: float) -> bool:
+        """Take in what an endpoint shows; False if something newer is known already."""
+        endpoint = self.endpoint(endpoint_id)
+        if begun_at < endpoint.begun_at:
+            return False
+        endpoint.begun_at = begun_at
+        endpoint.is_answering = True
+        seen = set()
+        for reading in readings:
+            gpu = self.gpu(reading.gpu_id, endpoint_id)
+            # A GPU that is listed twice counts once, and belongs to the endpoint that showed it first.
+            if gpu.endpoint is endpoint and gpu.gpu_id not in seen:
+                seen.add(gpu.gpu_id)
+                self._set_reading(gpu, reading)
+        endpoint.present = len(seen)
+        for gpu in endpoint.gpus.values():
+            if gpu.gpu_id not in seen:
+                self._set_reading(gpu, None)
+            self._index(gpu)
+        self._rank(endpoint)
+        return True
+
+    def forget_readings(self, endpoint_id: str) -> None:
+        """The endpoint does not answer; what it said before is not worth anything."""
+        endpoint = self.endpoint(endpoint_id)
+        endpoint.present = 0
+        endpoint.is_answering = False
+        for gpu in endpoint.gpus.values():
+            self._set_reading(gpu, None)
+            endpoint.free.discard(gpu)
+        self._rank(endpoint)
+
+    def mark_gone(self, gpu: GPUResourceState) -> None:
+        endpoint = gpu.endpoint
+        if gpu.reading is not None:
+            endpoint.present -= 1
+            self._set_reading(gpu, None)
+            endpoint.free.discard(gpu)
+            self._rank(endpoint)
+        gpu.is_gone = True
+
+    def endpoint(self, endpoint_id: str) -> EndpointState:
+        endpoint = self.endpoints.get(endpoint_id)
+        if endpoint is None:
+            endpoint = self.endpoints[endpoint_id] = EndpointState(endpoint_id, len(self.endpoints))
+            if len(self.endpoints) == 2:
+                for known in self.endpoints.values():
+                    self._rank(known)
+        return endpoint
+
+    def gpu(self, gpu_id: str, endpoint_id: str) -> GPUResourceState:
+        gpu = self.gpus.get(gpu_id)
+        if gpu is None:
+            endpoint = self.endpoint(endpoint_id)
+            gpu = self.gpus[gpu_id] = endpoint.gpus[gpu_id] = GPUResourceState(gpu_id, endpoint)
+        return gpu
+
+    # Rule 1: eligible
+
+    def is_eligible(self, gpu: GPUResourceState, wishes: Wishes, now: float) -> bool:
+        return next(obstacles(gpu, wishes, self.settings, now), None) is None
+
+    def is_plain(self, wishes: Wishes) -> bool:
+        """Whether the index answers for these wishes: nothing special asked, or only what holds for all."""
+        if wishes is PLAIN:
+            return True
+        settings = self.settings
+        if wishes.memory_threshold == settings.memory_threshold_percent:
+            wishes = replace(wishes, memory_threshold=None)
+        if wishes.utilization_threshold == settings.utilization_threshold_percent:
+            wishes = replace(wishes, utilization_threshold=None)
+        return replace(wishes, priority=0) == PLAIN
+
+    def is_fresh(self, endpoint: EndpointState, now: float) -> bool:
+        return now - endpoint.begun_at <= self.settings.reading_max_age_seconds
+
+    def available(self, now: float) -> int:
+        """How many GPUs a request without special wishes could have."""
+        return sum(len(endpoint.free) for endpoint in self.endpoints.values() if self.is_fresh(endpoint, now))
+
+    # Rule 3: the best
+
+    def best_plain(self, kept: Collection[str], now: float) -> tuple[GPUResourceState, ...] | None:
+        """The GPU for a request without special wishes."""
+        if len(self.endpoints) > 1:
+            endpoint = self._ranked.first(lambda endpoint: self._best_of(endpoint, kept, now) is not None)
+        else:
+            endpoint = next(iter(self.endpoints.values()), None)
+        gpu = None if endpoint is None else self._best_of(endpoint, kept, now)
+        return None if gpu is None else (gpu,)
+
+    def _best_of(self, endpoint: EndpointState, kept: Collection[str], now: float) -> GPUResourceState | None:
+        if not self.is_fresh(endpoint, now):
+            return None
+        if kept:
+            return endpoint.free.first(lambda gpu: gpu.gpu_id not in kept)
+        return endpoint.free.best()
+
+    def best(
+        self, wishes: Wishes, candidates: Iterable[GPUResourceState], kept: Collection[str], now: float
+    ) -> tuple[GPUResourceState, ...] | None:
+        """The GPUs for any wishes, of one endpoint; all that were asked for, or none."""
+        eligible: dict[EndpointState, list[GPUResourceState]] = {}
+        for gpu in candidates:
+            if gpu.gpu_id not in kept and self.is_eligible(gpu, wishes, now):
+                eligible.setdefault(gpu.endpoint, []).append(gpu)
+        able = [endpoint for endpoint, gpus in eligible.items() if len(gpus) >= wishes.count]
+        if not able:
+            return None
+        endpoint = min(able, key=self._balancer.rank)
+        return tuple(nsmallest(wishes.count, eligible[endpoint], key=lambda gpu: gpu.rank))
+
+    # What the ledger says
+
+    def granted(self, gpus: Sequence[GPUResourceState], fence: int) -> None:
+        endpoint = gpus[0].endpoint
+        for gpu in gpus:
+            gpu.last_fence = fence
+            endpoint.free.discard(gpu)
+        endpoint.last_fence = fence
+        self._balancer.chosen(endpoint)
+        self._rank(endpoint)
+
+    def freed(self, gpus: Sequence[GPUResourceState], *, at: float, needs_reading: bool) -> None:
+        for gpu in gpus:
+            gpu.freed_at = at
+            if needs_reading:
+                gpu.read_after = at
+            self._index(gpu)
+        self._rank(gpus[0].endpoint)
+
+    # Rule 5: impossible
+
+    def impossible(self, wishes: Wishes) -> tuple[str, ...]:
+        """Why no endpoint can ever serve this; empty while one could, or might once it answers."""
+        if wishes is PLAIN and self._is_plain_possible:
+            return ()
+        reasons = []
+        for endpoint in self.endpoints.values():
+            if endpoint.present == 0:
+                return ()
+            possible = 0
+            why_not: dict[str, None] = {}
+            known = [gpu.last_seen for gpu in endpoint.gpus.values() if gpu.last_seen and not gpu.is_gone]
+            for reading in known:
+                lasting = next(lasting_obstacles(reading, wishes, self.settings), None)
+                if lasting is None:
+                    possible += 1
+                    if possible == wishes.count:
+                        return ()
+                else:
+                    why_not.setdefault(f"GPU {reading.index} {lasting.text}")
+            where = f"{endpoint.endpoint_id}: " if endpoint.endpoint_id else ""
+            why = "; ".join(list(why_not)[:8])
+            reasons.append(
+                f"{where}{possible} of {len(known)} GPUs could ever serve {wishes}{f' ({why})' if why else ''}"
+            )
+        return tuple(reasons)
+
+    # Inside
+
+    def _set_reading(self, gpu: GPUResourceState, reading: Reading | None) -> None:
+        if reading is None:
+            gpu.reading = None
+            gpu.is_plainly_usable = False
+            return
+        if reading == gpu.reading:
+            return
+        gpu.reading = gpu.last_seen = reading
+        gpu.is_gone = False
+        gpu.level = LevelBefore(reading.memory_used_mb, reading.memory_usage_percent, reading.process_identities)
+        # Who it was promised to is looked at in `_index`: that changes between readings.
+        gpu.is_plainly_usable = (
+            not reading.is_promised_elsewhere
+            and next(lasting_obstacles(reading, PLAIN, self.settings), None) is None
+            and next(reading_obstacles(reading, reading.processes, PLAIN, self.settings), None) is None
+        )
+
+    def _index(self, gpu: GPUResourceState) -> None:
+        """Put the GPU where a request without special wishes finds it, or take it away from there."""
+        endpoint = gpu.endpoint
+        if gpu.is_plainly_usable and not gpu.leases and gpu.read_after < endpoint.begun_at:
+            endpoint.free.put(gpu, gpu.rank)
+        else:
+            endpoint.free.discard(gpu)
+
+    def _rank(self, endpoint: EndpointState) -> None:
+        if len(self.endpoints) > 1:
+            if len(endpoint.free):
+                self._ranked.put(endpoint, self._balancer.rank(endpoint))
+            else:
+                self._ranked.discard(endpoint)

@@ -1,0 +1,131 @@
+"""Events: everything that can happen to a pool. Whoever drives it turns calls, messages and signals into these."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.core.record import record
+from gpu_worker_pool.core.wishes import PLAIN
+
+if TYPE_CHECKING:
+    from gpu_worker_pool.core.readings import Reading
+    from gpu_worker_pool.core.wishes import Wishes
+
+
+@record
+class Request:
+    """Who asks for what. Asking twice under one id must mean the same request."""
+
+    request_id: str
+    wishes: Wishes = PLAIN
+    worker_id: str = ""
+    #: Who may cancel, renew and release it; compared, never interpreted.
+    owner: str = ""
+    #: For others to read.
+    label: str | None = None
+    #: How long a grant lives without renewal; None: until it is released (an assignment within one process).
+    ttl_seconds: float | None = None
+
+
+@record
+class Requested:
+    """Somebody asks, for the first time or again (rule 9)."""
+
+    request: Request
+    #: When to stop waiting.
+    deadline: float | None = None
+    #: Until when the asker listens for the answer; None: until it has one.
+    asking_until: float | None = None
+
+
+@record
+class Cancelled:
+    """A request is taken back; if it was granted in that instant, so is the grant (rule 7)."""
+
+    request_id: str
+    #: Whoever says so; None: somebody who may do anything.
+    by: str | None = None
+
+
+@record
+class Released:
+    """A holder is done."""
+
+    lease_id: str
+    by: str | None = None
+    #: The fence the holder knows, if it says one; an outdated one changes nothing.
+    fence: int | None = None
+
+
+@record
+class Renewed:
+    """A holder is still there."""
+
+    lease_id: str
+    by: str | None = None
+    fence: int | None = None
+
+
+@record
+class HolderGone:
+    """A holder will not come back: its process ended, or nothing refers to its assignment any more (rules 10, 11)."""
+
+    lease_id: str
+    #: Whether that is certain; if not, the GPU stays in quarantine for the usual time at least.
+    is_proven: bool = False
+
+
+@record
+class QuarantineEnded:
+    """An administrator says that a quarantined GPU may be used (rule 11)."""
+
+    lease_id: str
+
+
+@record
+class Observed:
+    """All GPUs of one endpoint were read; those that are missing are not there now."""
+
+    endpoint_id: str
+    readings: tuple[Reading, ...]
+    #: When the reading began: whatever happened since may not show in it.
+    begun_at: float
+
+
+@record
+class Unreachable:
+    """An endpoint does not answer: its GPUs leave the counts, its assignments are kept."""
+
+    endpoint_id: str
+
+
+@record
+class GPUsVanished:
+    """GPUs ceased to exist, as MIG devices do; a GPU that is only missing from a reading has not."""
+
+    gpu_ids: tuple[str, ...]
+
+
+@record
+class Ticked:
+    """Time passed."""
+
+
+@record
+class Stopped:
+    """The pool ends: nobody is served any more."""
+
+
+Event = (
+    Requested
+    | Cancelled
+    | Released
+    | Renewed
+    | HolderGone
+    | QuarantineEnded
+    | Observed
+    | Unreachable
+    | GPUsVanished
+    | Ticked
+    | Stopped
+)

@@ -1,0 +1,98 @@
+"""Rule 12: why a request waits. For every GPU what keeps it from the request, its place, and what it waits for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.core.obstacles import Obstacle, ObstacleKind, obstacles
+from gpu_worker_pool.core.record import record
+
+if TYPE_CHECKING:
+    from gpu_worker_pool.core.pool import Pool
+    from gpu_worker_pool.core.queue import Waiter
+    from gpu_worker_pool.core.wishes import Wishes
+
+
+@record
+class GPUExplanation:
+    gpu_id: str
+    endpoint_id: str
+    #: None while the GPU has never been read.
+    name: str | None
+    #: What keeps it from the request; empty if nothing does.
+    obstacles: tuple[Obstacle, ...]
+
+    def __str__(self) -> str:
+        return f"GPU {self.gpu_id}: {'; '.join(map(str, self.obstacles)) or 'could serve it'}"
+
+
+@record
+class Explanation:
+    wishes: Wishes
+    #: 1 is next; what it would be, for wishes that nobody has asked for yet.
+    position: int
+    waiting_seconds: float
+    gpus: tuple[GPUExplanation, ...]
+    #: Why no GPU can ever serve it; such a request is rejected at once.
+    impossible: tuple[str, ...]
+    #: One sentence.
+    summary: str
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary, *(f"  {gpu}" for gpu in self.gpus)])
+
+
+def explain(pool: Pool, request_id: str, now: float) -> Explanation | None:
+    """Why this request waits; None if it does not."""
+    waiter = pool.queue.lookup(request_id)
+    return None if waiter is None else _explain(pool, waiter.request.wishes, waiter, max(now, pool.now))
+
+
+def explain_wishes(pool: Pool, wishes: Wishes, now: float) -> Explanation:
+    """Why somebody who asked for this now would wait."""
+    return _explain(pool, wishes, None, max(now, pool.now))
+
+
+def _explain(pool: Pool, wishes: Wishes, waiter: Waiter | None, now: float) -> Explanation:
+    if waiter is not None:
+        position = pool.queue.position(waiter)
+        order = waiter.order
+        waiting_seconds = now - waiter.enqueued_at
+    else:
+        order = (-wishes.priority, pool.ticket + 1)
+        position = 1 + sum(other.order < order for other in pool.queue.in_order())
+        waiting_seconds = 0.0
+    keeper = pool.keeper
+    kept = keeper.kept if keeper is not None and keeper.order < order else ()
+
+    gpus = []
+    for gpu in pool.allocator.gpus.values():
+        if gpu.is_gone and not gpu.leases:
+            continue
+        found = list(obstacles(gpu, wishes, pool.settings, now))
+        if gpu.gpu_id in kept and keeper is not None:
+            text = f"kept for {keeper.request.worker_id or keeper.request.request_id}, which has waited longer"
+            found.append(Obstacle(ObstacleKind.KEPT, text))
+        name = gpu.last_seen.name if gpu.last_seen is not None else None
+        gpus.append(GPUExplanation(gpu.gpu_id, gpu.endpoint.endpoint_id, name, tuple(found)))
+    impossible = pool.allocator.impossible(wishes)
+    summary = _summary(pool, wishes, position, gpus, impossible)
+    return Explanation(wishes, position, waiting_seconds, tuple(gpus), impossible, summary)
+
+
+def _summary(pool: Pool, wishes: Wishes, position: int, gpus: list[GPUExplanation], impossible: tuple[str, ...]) -> str:
+    if impossible:
+        return f"{wishes}: can never be granted. {'; '.join(impossible)}"
+    if not gpus:
+        silent = [endpoint.endpoint_id for endpoint in pool.allocator.endpoints.values() if endpoint.endpoint_id]
+        return f"{wishes}: no GPU is known yet" + (f", {', '.join(silent)} did not answer" if silent else "")
+    free: Counter[str] = Counter(gpu.endpoint_id for gpu in gpus if not gpu.obstacles)
+    most = max(free.values(), default=0)
+    if most >= wishes.count:
+        return f"{wishes}: could be granted now" + (f", after {position - 1} others" if position > 1 else "")
+    why = Counter(gpu.obstacles[0].kind for gpu in gpus if gpu.obstacles)
+    reasons = ", ".join(f"{number} {kind.value.replace('_', ' ')}" for kind, number in why.most_common())
+    place = "next in line" if position == 1 else f"number {position} in line"
+    lacking = f"{most} of {wishes.count} free on one endpoint; " if wishes.count > 1 else ""
+    return f"{wishes}: {place}; {lacking}of {len(gpus)} GPUs: {reasons}"

@@ -1,0 +1,144 @@
+"""What the pool knows of each GPU and each endpoint: the last reading, and what the ledger adds to it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.core.assignments import LevelBefore
+from gpu_worker_pool.core.ranked import RankedSet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gpu_worker_pool.core.assignments import Lease
+    from gpu_worker_pool.core.readings import ProcessReading, Reading
+
+
+class EndpointState:
+    """One GPU statistics server, or this host."""
+
+    __slots__ = (
+        "begun_at",
+        "endpoint_id",
+        "free",
+        "freed_at",
+        "gpus",
+        "is_answering",
+        "last_fence",
+        "order",
+        "present",
+        "readings_wanted",
+        "turn",
+    )
+
+    def __init__(self, endpoint_id: str, order: int) -> None:
+        self.endpoint_id = endpoint_id
+        #: The order in which endpoints became known settles what nothing else does.
+        self.order = order
+        self.gpus: dict[str, GPUResourceState] = {}
+        #: Whether the last attempt to read it succeeded.
+        self.is_answering = False
+        #: How many GPUs the last reading showed; 0 also while the endpoint does not answer.
+        self.present = 0
+        #: When the last reading began.
+        self.begun_at = -math.inf
+        #: When a GPU of it last became free, and how many readings were asked for since (rule 8).
+        self.freed_at = -math.inf
+        self.readings_wanted = 0
+        #: The GPUs that a request without special wishes could have now, best first (rule 3).
+        self.free: RankedSet[GPUResourceState] = RankedSet()
+        #: For the balancing strategies.
+        self.last_fence = 0
+        self.turn = 0.0
+
+    def __repr__(self) -> str:
+        return f"<{self.endpoint_id or 'endpoint'}: {len(self.free)} of {self.present} GPUs free>"
+
+
+class GPUResourceState:
+    __slots__ = (
+        "endpoint",
+        "freed_at",
+        "gpu_id",
+        "is_gone",
+        "is_plainly_usable",
+        "last_fence",
+        "last_seen",
+        "leases",
+        "level",
+        "read_after",
+        "reading",
+    )
+
+    def __init__(self, gpu_id: str, endpoint: EndpointState) -> None:
+        self.gpu_id = gpu_id
+        self.endpoint = endpoint
+        #: None while the GPU is missing from its endpoint's readings.
+        self.reading: Reading | None = None
+        #: The last reading there was, for what does not change: a GPU that is only missing is still part of the host.
+        self.last_seen: Reading | None = None
+        #: True once it ceased to exist, as MIG devices do.
+        self.is_gone = False
+        #: The reading as a lease would remember it.
+        self.level = LevelBefore()
+        #: Whether the reading alone would let a request without special wishes have it.
+        self.is_plainly_usable = False
+        #: Everything promised on it: held, offered and in quarantine.
+        self.leases: dict[str, Lease] = {}
+        #: When the last lease on it ended.
+        self.freed_at = -math.inf
+        #: Readings begun before this say nothing about whether it is free.
+        self.read_after = -math.inf
+        #: The fence of the last grant: the lower, the longer ago.
+        self.last_fence = 0
+
+    @property
+    def rank(self) -> tuple[float, int, int, str]:
+        """Rule 3: the least used, then the one granted longest ago, then by id."""
+        reading = self.reading
+        assert reading is not None  # only GPUs that are there are ranked
+        memory, utilization = reading.memory_usage_percent, reading.utilization_percent
+        # What is not known may be the worst there is.
+        usage = (100.0 if memory is None else memory) + (100.0 if utilization is None else utilization)
+        return (usage, self.last_fence, reading.index, self.gpu_id)
+
+    def level_before_grant(self) -> LevelBefore:
+        """Those who share a GPU all remember the memory used before the first of them."""
+        if not self.leases:
+            return self.level
+        first = self._first_level()
+        return LevelBefore(first.memory_used_mb, first.memory_usage_percent, self.level.processes)
+
+    def memory_left_mb(self) -> float | None:
+        """Rule 1: total - max(used now, used before the first lease + everything declared since)."""
+        reading = self.reading
+        if reading is None or reading.memory_total_mb is None or reading.memory_used_mb is None:
+            return None
+        if not self.leases:
+            return reading.memory_total_mb - reading.memory_used_mb
+        used_before = self._first_level().memory_used_mb
+        if used_before is None:
+            return None
+        declared = sum(lease.request.wishes.memory_mb or math.inf for lease in self.leases.values())
+        return reading.memory_total_mb - max(reading.memory_used_mb, used_before + declared)
+
+    def foreign_processes(self) -> Iterable[ProcessReading] | None:
+        """Processes of no holder: all of them on a free GPU, else those that were there before the first holder."""
+        reading = self.reading
+        if reading is None or reading.processes is None:
+            return None
+        if not self.leases:
+            return reading.processes
+        before = self._first_level().processes
+        if before is None:
+            return None
+        return [process for process in reading.processes if process.identity in before]
+
+    def _first_level(self) -> LevelBefore:
+        first = min(self.leases.values(), key=lambda lease: lease.fence)
+        return first.levels_before[first.gpu_ids.index(self.gpu_id)]
+
+    def __repr__(self) -> str:
+        promises = ", ".join(f"{lease.lease_id} {lease.state}" for lease in self.leases.values())
+        return f"<GPU {self.gpu_id}: {promises or 'nothing promised'}>"

@@ -1,0 +1,118 @@
+"""What must always be true of a pool. Slow, and independent of the shortcuts it checks; for tests and for doubt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.core.moves import LeaseState, RequestState
+from gpu_worker_pool.core.wishes import PLAIN
+
+if TYPE_CHECKING:
+    from gpu_worker_pool.core.pool import Pool
+    from gpu_worker_pool.core.timers import TimerKey
+
+
+def must(is_so: object, otherwise: str) -> None:
+    # Not an assert statement: `python -O` would leave nothing of this file.
+    if not is_so:
+        raise AssertionError(otherwise)
+
+
+def check_invariants(pool: Pool) -> None:
+    """Raises AssertionError with the first thing that is not as it must be."""
+    _check_promises(pool)
+    _check_books(pool)
+    _check_queue(pool)
+    _check_index(pool)
+    _check_timers(pool)
+    _check_nothing_forgotten(pool)
+
+
+def _check_promises(pool: Pool) -> None:
+    """No GPU is promised twice."""
+    for gpu in pool.allocator.gpus.values():
+        for lease in gpu.leases.values():
+            must(pool.leases.lookup(lease.lease_id) is lease, f"{gpu} carries a {lease.lease_id} of its own")
+        is_shared_by_all = all(lease.is_shareable for lease in gpu.leases.values())
+        must(len(gpu.leases) <= 1 or is_shared_by_all, f"{gpu} is promised twice")
+    fences = [lease.fence for lease in pool.leases]
+    must(len(set(fences)) == len(fences), "two leases have one fence")
+    must(max(fences, default=0) <= pool.fence, "a lease has a fence that was not given out")
+    for lease in pool.leases:
+        must(len(set(lease.gpu_ids)) == lease.request.wishes.count, f"{lease} has not what it asked for")
+        gpus = [pool.allocator.gpus[gpu_id] for gpu_id in lease.gpu_ids]
+        must(list(pool.leases.gpus_of(lease.lease_id)) == gpus, f"{lease} names other GPUs than it has")
+        must(all(gpu.leases.get(lease.lease_id) is lease for gpu in gpus), f"{lease} is not on its GPU")
+        must({gpu.endpoint.endpoint_id for gpu in gpus} == {lease.endpoint_id}, f"{lease} spans endpoints")
+    on_gpus = {lease_id for gpu in pool.allocator.gpus.values() for lease_id in gpu.leases}
+    must(on_gpus == {lease.lease_id for lease in pool.leases}, "a GPU carries a lease that has ended")
+
+
+def _check_books(pool: Pool) -> None:
+    """Everything that came in is in exactly one place."""
+    tally = pool.tally
+    ended = sum(tally[state] for state in RequestState if state is not RequestState.WAITING)
+    must(tally[RequestState.WAITING] == len(pool.queue) + ended, "a request ended twice, or never")
+    over = tally[LeaseState.RELEASED] + tally[LeaseState.RECLAIMED] + tally[LeaseState.LOST]
+    must(tally[RequestState.GRANTED] == len(pool.leases) + over, "a lease is neither held nor ended")
+    waiting = {waiter.request.request_id for waiter in pool.queue.in_order()}
+    holding = {lease.request.request_id for lease in pool.leases}
+    remembered = {outcome.request.request_id for outcome in pool.outcomes}
+    must(
+        len(waiting | holding | remembered) == len(waiting) + len(holding) + len(remembered), "one request, two places"
+    )
+
+
+def _check_queue(pool: Pool) -> None:
+    for line in pool.queue.lines():
+        must(line.waiters, "an empty line was left behind")
+        tickets = [waiter.ticket for waiter in line.waiters.values()]
+        must(tickets == sorted(tickets), "a line is out of order")
+        must(
+            all(waiter.request.wishes == line.wishes for waiter in line.waiters.values()), "one stands in a wrong line"
+        )
+        must(line.is_plain == pool.allocator.is_plain(line.wishes), f"{line.wishes} are not what their line says")
+    must(sum(len(line.waiters) for line in pool.queue.lines()) == len(pool.queue), "the lines and the queue disagree")
+    keeper = pool.keeper
+    if keeper is not None:
+        must(pool.queue.lookup(keeper.request.request_id) is keeper, "GPUs are kept for nobody")
+        must(len(keeper.kept) == keeper.request.wishes.count, "more or fewer GPUs are kept than were asked for")
+    for waiter in pool.queue.in_order():
+        must(waiter.state is RequestState.WAITING, f"{waiter} has ended and still waits")
+        must(waiter is keeper or not waiter.kept, "GPUs are kept for two")
+
+
+def _check_index(pool: Pool) -> None:
+    """The shortcut for requests without special wishes says what the rules say."""
+    allocator = pool.allocator
+    for endpoint in allocator.endpoints.values():
+        seen = sum(gpu.reading is not None for gpu in endpoint.gpus.values())
+        must(endpoint.present == seen, f"{endpoint} counts wrongly")
+        if allocator.is_fresh(endpoint, pool.now):
+            for gpu in endpoint.gpus.values():
+                is_eligible = allocator.is_eligible(gpu, PLAIN, pool.now)
+                must((gpu in endpoint.free) == is_eligible, f"{gpu} is indexed wrongly")
+
+
+def _check_timers(pool: Pool) -> None:
+    expected: set[TimerKey] = set()
+    for waiter in pool.queue.in_order():
+        if waiter.deadline is not None or waiter.gives_up_at is not None:
+            expected.add(("waiter", waiter.request.request_id))
+    for lease in pool.leases:
+        is_in_quarantine = lease.state is LeaseState.QUARANTINED
+        if pool.now < lease.quarantined_until if is_in_quarantine else lease.expires_at is not None:
+            expected.add(("lease", lease.lease_id))
+    running = {key for key in pool.timers.items() if key[0] != "reading"}
+    must(running == expected, f"timers {running ^ expected} are missing or left over")
+    next_at = pool.timers.next_at()
+    must(next_at is None or next_at > pool.now, "something due was not done")
+
+
+def _check_nothing_forgotten(pool: Pool) -> None:
+    """No lost wake-up: nobody waits who could be served."""
+    allocator, keeper = pool.allocator, pool.keeper
+    for waiter in pool.queue.in_order():
+        kept = keeper.kept if keeper is not None and keeper.order < waiter.order else ()
+        found = allocator.best(waiter.request.wishes, allocator.gpus.values(), kept, pool.now)
+        must(found is None, f"{waiter.request.request_id} waits although it could have {found}")

@@ -1,0 +1,69 @@
+"""Rule 4, the bound on being overtaken: which GPUs are kept for a waiter that others have passed for long enough.
+
+Kept are as many GPUs of one endpoint as it asked for: those it could have now, and those it could have as soon as the
+leases on them end. Unless there are so many, none is kept: a GPU that an outsider fills may stay full for ever, and
+must not keep others waiting beside it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.core.obstacles import lasting_obstacles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gpu_worker_pool.core.allocator import GPUAllocator
+    from gpu_worker_pool.core.gpus import GPUResourceState
+    from gpu_worker_pool.core.queue import Waiter
+    from gpu_worker_pool.core.wishes import Wishes
+
+NOW, AFTER_LEASES = 0, 1
+
+
+def gpus_to_keep(
+    allocator: GPUAllocator, waiter: Waiter, improved: Iterable[GPUResourceState] | None, now: float
+) -> tuple[str, ...]:
+    """`improved`: the only GPUs that can have changed for the better since GPUs were last kept for this waiter."""
+    wishes = waiter.request.wishes
+    if improved is not None and _is_still_right(allocator, waiter, improved, now):
+        return waiter.kept
+    best: tuple[int, tuple[str, ...]] | None = None
+    for endpoint in allocator.endpoints.values():
+        usable = [
+            (when, gpu.gpu_id not in waiter.kept, -(gpu.memory_left_mb() or 0.0), gpu.rank, gpu.gpu_id)
+            for gpu in endpoint.gpus.values()
+            if (when := _when_usable(allocator, gpu, wishes, now)) is not None
+        ]
+        if len(usable) >= wishes.count:
+            # What it could have now, then what was kept before: a choice that changes its mind waits twice.
+            chosen = sorted(usable)[: wishes.count]
+            lacking = sum(when for when, *_ in chosen)
+            if best is None or lacking < best[0]:
+                best = (lacking, tuple(gpu_id for *_, gpu_id in chosen))
+    return best[1] if best is not None else ()
+
+
+def _is_still_right(allocator: GPUAllocator, waiter: Waiter, improved: Iterable[GPUResourceState], now: float) -> bool:
+    wishes = waiter.request.wishes
+    return all(
+        _when_usable(allocator, allocator.gpus[gpu_id], wishes, now) is not None for gpu_id in waiter.kept
+    ) and not any(_when_usable(allocator, gpu, wishes, now) == NOW for gpu in improved)
+
+
+def _when_usable(allocator: GPUAllocator, gpu: GPUResourceState, wishes: Wishes, now: float) -> int | None:
+    """Whether the waiter could have the GPU now, or once the leases on it end, or (None) perhaps never."""
+    reading, settings = gpu.reading, allocator.settings
+    if reading is None or reading.fault is not None or reading.is_promised_elsewhere:
+        return None
+    if not allocator.is_fresh(gpu.endpoint, now):
+        return None
+    if next(lasting_obstacles(reading, wishes, settings), None) is not None:
+        return None
+    if allocator.is_eligible(gpu, wishes, now):
+        return NOW
+    # Just released, it may look busy for a moment: utilization is a trailing average, memory takes a while to return.
+    if gpu.leases or now - gpu.freed_at <= settings.settle_seconds:
+        return AFTER_LEASES
+    return None

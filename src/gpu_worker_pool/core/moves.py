@@ -1,0 +1,100 @@
+"""The legal moves of a request and of a lease, each in one table; the diagrams in the documentation come from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+
+class State(StrEnum):
+    # An enum's own hash is a Python function, and states are looked up for every request.
+    __hash__ = str.__hash__
+
+
+class RequestState(State):
+    WAITING = "waiting"
+    GRANTED = "granted"
+    TIMED_OUT = "timed_out"
+    CANCELLED = "cancelled"
+    REJECTED = "rejected"
+    GIVEN_UP = "given_up"
+    STOPPED = "stopped"
+
+
+class LeaseState(State):
+    #: Granted while its asker was between two polls; nobody has been told yet.
+    OFFERED = "offered"
+    HELD = "held"
+    #: No longer its holder's, not yet anybody else's.
+    QUARANTINED = "quarantined"
+    RELEASED = "released"
+    RECLAIMED = "reclaimed"
+    LOST = "lost"
+
+
+Moves = Mapping[str, Mapping[str, str]]
+
+#: From each state where it may go, and what takes it there. A state that leads nowhere is an end.
+REQUEST_MOVES: Mapping[RequestState, Mapping[RequestState, str]] = {
+    RequestState.WAITING: {
+        RequestState.GRANTED: "every GPU it asked for is free for it",
+        RequestState.TIMED_OUT: "its deadline passed",
+        RequestState.CANCELLED: "its asker took it back",
+        RequestState.REJECTED: "no endpoint can ever serve it",
+        RequestState.GIVEN_UP: "its asker stopped asking",
+        RequestState.STOPPED: "the pool stopped",
+    },
+    RequestState.GRANTED: {},
+    RequestState.TIMED_OUT: {},
+    RequestState.CANCELLED: {},
+    RequestState.REJECTED: {},
+    RequestState.GIVEN_UP: {},
+    RequestState.STOPPED: {},
+}
+
+LEASE_MOVES: Mapping[LeaseState, Mapping[LeaseState, str]] = {
+    LeaseState.OFFERED: {
+        LeaseState.HELD: "its asker came back for it",
+        LeaseState.RELEASED: "its asker cancelled",
+        LeaseState.RECLAIMED: "nobody came for it in time",
+        LeaseState.LOST: "its GPU is gone",
+    },
+    LeaseState.HELD: {
+        LeaseState.RELEASED: "its holder gave it back",
+        LeaseState.QUARANTINED: "it expired, or its holder is gone",
+        LeaseState.LOST: "its GPU is gone",
+    },
+    LeaseState.QUARANTINED: {
+        LeaseState.RECLAIMED: "readings show the GPU empty, or an administrator says so",
+        LeaseState.LOST: "its GPU is gone",
+    },
+    LeaseState.RELEASED: {},
+    LeaseState.RECLAIMED: {},
+    LeaseState.LOST: {},
+}
+
+LIVE_LEASE_STATES = frozenset({LeaseState.OFFERED, LeaseState.HELD})
+
+
+class IllegalMoveError(AssertionError):
+    """The core tried a move that its table does not have: a bug in the core, never in its user."""
+
+
+def check_request_move(origin: RequestState, target: RequestState) -> None:
+    if target not in REQUEST_MOVES[origin]:
+        raise IllegalMoveError(f"a request cannot go from {origin} to {target}")
+
+
+def check_lease_move(origin: LeaseState, target: LeaseState) -> None:
+    if target not in LEASE_MOVES[origin]:
+        raise IllegalMoveError(f"a lease cannot go from {origin} to {target}")
+
+
+def diagram(moves: Moves, start: str) -> str:
+    """The table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {start}"]
+    lines += [
+        f"    {origin} --> {target}: {cause}" for origin, targets in moves.items() for target, cause in targets.items()
+    ]
+    lines += [f"    {state} --> [*]" for state, targets in moves.items() if not targets]
+    return "\n".join(lines)

@@ -1,0 +1,171 @@
+"""Rule 1 and rule 2: everything that keeps a GPU from a request, each with its numbers. No obstacle means eligible."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.core.moves import LeaseState
+from gpu_worker_pool.core.record import record
+from gpu_worker_pool.core.wishes import names_gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from gpu_worker_pool.core.gpus import GPUResourceState
+    from gpu_worker_pool.core.readings import ProcessReading, Reading
+    from gpu_worker_pool.core.settings import PoolSettings
+    from gpu_worker_pool.core.wishes import Wishes
+
+
+class ObstacleKind(StrEnum):
+    # Nothing that happens to this GPU can remove these.
+    WRONG_MODEL = "wrong_model"
+    NOT_AMONG_ONLY = "not_among_only"
+    EXCLUDED = "excluded"
+    TOO_SMALL = "too_small"
+    THRESHOLD_IS_ZERO = "threshold_is_zero"
+    # What is known of it.
+    NOT_SEEN = "not_seen"
+    READING_TOO_OLD = "reading_too_old"
+    READING_BEFORE_RELEASE = "reading_before_release"
+    UNHEALTHY = "unhealthy"
+    # What it is doing.
+    MEMORY_UNKNOWN = "memory_unknown"
+    MEMORY_IN_USE = "memory_in_use"
+    UTILIZATION_UNKNOWN = "utilization_unknown"
+    UTILIZED = "utilized"
+    FOREIGN_PROCESS = "foreign_process"
+    PROCESSES_UNKNOWN = "processes_unknown"
+    TOO_LITTLE_FREE = "too_little_free"
+    # What was promised.
+    HELD = "held"
+    QUARANTINED = "quarantined"
+    PROMISED_ELSEWHERE = "promised_elsewhere"
+    TOO_LITTLE_LEFT = "too_little_left"
+    KEPT = "kept"
+
+
+@record
+class Obstacle:
+    kind: ObstacleKind
+    text: str
+    #: The number that is, and the one it had to be below or above, where there are such.
+    actual: float | None = None
+    limit: float | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def obstacles(gpu: GPUResourceState, wishes: Wishes, settings: PoolSettings, now: float) -> Iterator[Obstacle]:
+    """Why this request cannot have this GPU now."""
+    reading = gpu.reading
+    if reading is None:
+        yield Obstacle(ObstacleKind.NOT_SEEN, "missing from the last reading")
+        return
+    yield from lasting_obstacles(reading, wishes, settings)
+    age = now - gpu.endpoint.begun_at
+    if age > settings.reading_max_age_seconds:
+        limit = settings.reading_max_age_seconds
+        yield Obstacle(ObstacleKind.READING_TOO_OLD, f"last read {age:.1f} s ago, more than {limit:g} s", age, limit)
+    if gpu.endpoint.begun_at <= gpu.read_after:
+        yield Obstacle(ObstacleKind.READING_BEFORE_RELEASE, "not read since its last lease ended")
+    yield from reading_obstacles(reading, gpu.foreign_processes(), wishes, settings)
+    yield from promise_obstacles(gpu, wishes, now)
+
+
+def lasting_obstacles(reading: Reading, wishes: Wishes, settings: PoolSettings) -> Iterator[Obstacle]:
+    """Why this GPU could never serve the request, whatever it is doing (rule 5)."""
+    model = wishes.gpu_model
+    if model is not None and model.casefold() not in reading.name.casefold():
+        yield Obstacle(ObstacleKind.WRONG_MODEL, f"is a {reading.name}, not a {model}")
+    if wishes.only is not None and not any(names_gpu(name, reading) for name in wishes.only):
+        yield Obstacle(ObstacleKind.NOT_AMONG_ONLY, f"is not among {', '.join(wishes.only)}")
+    if any(names_gpu(name, reading) for name in wishes.exclude):
+        yield Obstacle(ObstacleKind.EXCLUDED, "is excluded")
+    needed, total = wishes.needed_memory_mb, reading.memory_total_mb
+    if total is not None and needed > total:
+        yield Obstacle(ObstacleKind.TOO_SMALL, f"has {total:g} MB in all, {needed:g} MB are needed", total, needed)
+    for name, limit in (
+        ("memory", memory_limit(wishes, settings)),
+        ("utilization", utilization_limit(wishes, settings)),
+    ):
+        if limit is not None and limit <= 0:
+            yield Obstacle(ObstacleKind.THRESHOLD_IS_ZERO, f"nothing is below a {name} threshold of 0 %", None, 0.0)
+
+
+def reading_obstacles(
+    reading: Reading, foreign: Iterable[ProcessReading] | None, wishes: Wishes, settings: PoolSettings
+) -> Iterator[Obstacle]:
+    """What the GPU itself shows against the request. `foreign` processes are None where none can be seen."""
+    if reading.fault is not None:
+        yield Obstacle(ObstacleKind.UNHEALTHY, f"unhealthy: {reading.fault}")
+
+    used = reading.memory_usage_percent
+    limit = memory_limit(wishes, settings)
+    if used is None:
+        yield Obstacle(ObstacleKind.MEMORY_UNKNOWN, "does not tell its memory usage")
+    elif limit is not None and used >= limit:
+        yield Obstacle(ObstacleKind.MEMORY_IN_USE, f"memory {used:.1f} % used, not below {limit:g} %", used, limit)
+
+    utilization = reading.utilization_percent
+    limit = utilization_limit(wishes, settings)
+    if utilization is not None:
+        if limit is not None and utilization >= limit:
+            text = f"utilization {utilization:.1f} %, not below {limit:g} %"
+            yield Obstacle(ObstacleKind.UTILIZED, text, utilization, limit)
+    elif reading.reports_utilization:
+        yield Obstacle(ObstacleKind.UTILIZATION_UNKNOWN, "its utilization could not be read")
+
+    if wishes.policy == "idle" or (utilization is None and not reading.reports_utilization):
+        if foreign is None:
+            yield Obstacle(ObstacleKind.PROCESSES_UNKNOWN, "its processes cannot be seen")
+        else:
+            for process in foreign:
+                yield Obstacle(ObstacleKind.FOREIGN_PROCESS, f"in use by {process}")
+
+    if wishes.min_free_memory_mb is not None:
+        free, needed = reading.memory_free_mb, wishes.min_free_memory_mb
+        if free is None:
+            yield Obstacle(ObstacleKind.MEMORY_UNKNOWN, "does not tell its free memory")
+        elif free < needed:
+            text = f"{free:.0f} MB free, {needed:g} MB wanted"
+            yield Obstacle(ObstacleKind.TOO_LITTLE_FREE, text, free, needed)
+
+
+def promise_obstacles(gpu: GPUResourceState, wishes: Wishes, now: float) -> Iterator[Obstacle]:
+    """What was promised to others. Rule 2: one worker a GPU, unless all of them declare memory and share."""
+    if gpu.reading is not None and gpu.reading.is_promised_elsewhere:
+        yield Obstacle(ObstacleKind.PROMISED_ELSEWHERE, "promised by its server to somebody else")
+    for lease in gpu.leases.values():
+        if wishes.share and lease.is_shareable:
+            continue
+        since = now - (lease.granted_at if lease.quarantined_at is None else lease.quarantined_at)
+        who = lease.request.worker_id or lease.request.request_id
+        if lease.state is LeaseState.QUARANTINED:
+            text = f"in quarantine for {since:.0f} s: {lease.quarantine_reason} ({who})"
+            yield Obstacle(ObstacleKind.QUARANTINED, text)
+        else:
+            yield Obstacle(ObstacleKind.HELD, f"held by {who} for {since:.0f} s")
+    needed = wishes.memory_mb
+    if needed is not None:
+        left = gpu.memory_left_mb()
+        if left is None:
+            yield Obstacle(ObstacleKind.MEMORY_UNKNOWN, "does not tell how much memory is left")
+        elif left < needed:
+            text = f"{max(left, 0):.0f} MB left, {needed:g} MB wanted"
+            yield Obstacle(ObstacleKind.TOO_LITTLE_LEFT, text, left, needed)
+
+
+def memory_limit(wishes: Wishes, settings: PoolSettings) -> float | None:
+    """For requests that share, thresholds count only where they name them."""
+    if wishes.memory_threshold is not None:
+        return wishes.memory_threshold
+    return None if wishes.share else settings.memory_threshold_percent
+
+
+def utilization_limit(wishes: Wishes, settings: PoolSettings) -> float | None:
+    if wishes.utilization_threshold is not None:
+        return wishes.utilization_threshold
+    return None if wishes.share else settings.utilization_threshold_percent

@@ -1,0 +1,132 @@
+"""Rule 4, the order: priority, then arrival. Equal wishes stand in one line, so only heads are ever looked at."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.core.moves import RequestState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpu_worker_pool.core.events import Request
+    from gpu_worker_pool.core.wishes import Wishes
+
+
+@dataclass(slots=True)
+class Waiter:
+    """A request that waits."""
+
+    request: Request
+    #: Arrival: the lower, the earlier.
+    ticket: int
+    enqueued_at: float
+    deadline: float | None = None
+    #: Until when its asker listens; None: until it has an answer.
+    asking_until: float | None = None
+    #: When it is given up unless its asker asks again; None: never.
+    gives_up_at: float | None = None
+    #: The GPUs kept for it, while it is the one for whom GPUs are kept.
+    kept: tuple[str, ...] = ()
+    state: RequestState = RequestState.WAITING
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (-self.request.wishes.priority, self.ticket)
+
+
+class Line:
+    """Waiters with equal wishes. If its head cannot be served, none of them can."""
+
+    __slots__ = ("is_plain", "tried", "waiters", "wishes")
+
+    def __init__(self, wishes: Wishes, *, is_plain: bool) -> None:
+        self.wishes = wishes
+        #: Whether the index of free GPUs answers for it.
+        self.is_plain = is_plain
+        # Not a dict: taking the first entry off a dict over and over walks along all that were taken before.
+        self.waiters: OrderedDict[str, Waiter] = OrderedDict()
+        #: Whether no GPU could serve it, as they last were; then only GPUs that changed since are worth a look.
+        self.tried = False
+
+    @property
+    def head(self) -> Waiter:
+        return next(iter(self.waiters.values()))
+
+
+class WorkerQueue:
+    """All waiters. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Wishes, Line] = {}
+        self._waiters: dict[str, Waiter] = {}
+
+    def enqueue(self, waiter: Waiter, line: Line | None = None) -> None:
+        """Let it wait in its line; `line` is the one to begin where there is none for these wishes yet."""
+        wishes = waiter.request.wishes
+        line = self._lines.setdefault(wishes, line or Line(wishes, is_plain=False))
+        line.waiters[waiter.request.request_id] = waiter
+        self._waiters[waiter.request.request_id] = waiter
+
+    def dequeue(self) -> Waiter | None:
+        """Take the first in order off the queue."""
+        if not self._lines:
+            return None
+        waiter = min((line.head for line in self._lines.values()), key=lambda head: head.order)
+        self.remove(waiter.request.request_id)
+        return waiter
+
+    def remove(self, request_id: str) -> Waiter | None:
+        waiter = self._waiters.pop(request_id, None)
+        if waiter is not None:
+            line = self._lines[waiter.request.wishes]
+            del line.waiters[request_id]
+            if not line.waiters:
+                del self._lines[line.wishes]
+        return waiter
+
+    def clear(self) -> list[Waiter]:
+        """Take all of them off, in order."""
+        waiters = self.in_order()
+        self._lines.clear()
+        self._waiters.clear()
+        return waiters
+
+    def size(self) -> int:
+        return len(self._waiters)
+
+    def lookup(self, request_id: str) -> Waiter | None:
+        return self._waiters.get(request_id)
+
+    def line(self, wishes: Wishes) -> Line | None:
+        return self._lines.get(wishes)
+
+    def lines(self) -> list[Line]:
+        return list(self._lines.values())
+
+    def heads(self) -> Iterator[tuple[Line, Waiter]]:
+        """The head of each line, in order. A head that was removed meanwhile is followed by the next of its line."""
+        heads = [(line.head.order, line) for line in self._lines.values()]
+        heapify(heads)
+        while heads:
+            line = heads[0][1]
+            head = line.head
+            yield line, head
+            if line.waiters and line.head is not head:
+                heapreplace(heads, (line.head.order, line))
+            else:
+                heappop(heads)
+
+    def in_order(self) -> list[Waiter]:
+        return sorted(self._waiters.values(), key=lambda waiter: waiter.order)
+
+    def position(self, waiter: Waiter) -> int:
+        """1 is next."""
+        order = waiter.order
+        return 1 + sum(other.order < order for other in self._waiters.values())
+
+    def __len__(self) -> int:
+        return len(self._waiters)

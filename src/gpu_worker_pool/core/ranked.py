@@ -1,0 +1,58 @@
+"""A set that knows its best member: GPUs in an endpoint, endpoints in a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from heapq import heapify, heappop, heappush
+from typing import Any, Generic, TypeVar
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+class RankedSet(Generic[Item]):
+    """Lowest rank first. Changing one member costs the logarithm of the number of members, whoever the others are.
+
+    No two members may have equal ranks: put something unique at the end of each.
+    """
+
+    def __init__(self) -> None:
+        self._rank: dict[Item, tuple[Any, ...]] = {}
+        #: May hold entries that are outdated; `_rank` tells which are current.
+        self._heap: list[tuple[tuple[Any, ...], Item]] = []
+
+    def put(self, item: Item, rank: tuple[Any, ...]) -> None:
+        """Add it, or move it to its new rank."""
+        if self._rank.get(item) == rank:
+            return
+        self._rank[item] = rank
+        heappush(self._heap, (rank, item))
+        if len(self._heap) > 2 * len(self._rank) + 64:
+            self._heap = [(rank, item) for item, rank in self._rank.items()]
+            heapify(self._heap)
+
+    def discard(self, item: Item) -> None:
+        self._rank.pop(item, None)
+
+    def best(self) -> Item | None:
+        heap, ranks = self._heap, self._rank
+        while heap:
+            rank, item = heap[0]
+            if ranks.get(item) is rank:
+                return item
+            heappop(heap)
+        return None
+
+    def first(self, is_acceptable: Callable[[Item], bool]) -> Item | None:
+        """The best that is acceptable; costs something for each better one that is not."""
+        passed_over = []
+        while (item := self.best()) is not None and not is_acceptable(item):
+            passed_over.append(heappop(self._heap))
+        for entry in passed_over:
+            heappush(self._heap, entry)
+        return item
+
+    def __len__(self) -> int:
+        return len(self._rank)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._rank

@@ -1,0 +1,85 @@
+"""Readings: what one GPU reported at one moment. A value that could not be read is None, never 0."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReading:
+    """A process seen on a GPU."""
+
+    pid: int
+    #: With the pid it tells a process from a later one that was given the same number.
+    started_at: float | None = None
+    name: str | None = None
+    user: str | None = None
+    memory_used_mb: float | None = None
+
+    @property
+    def identity(self) -> tuple[int, float | None]:
+        return (self.pid, self.started_at)
+
+    def __str__(self) -> str:
+        return f"{self.name or 'process'} (pid {self.pid}{f', {self.user}' if self.user else ''})"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One GPU at one moment.
+
+    Numbers that cannot be true (NaN, 250 %, more used than there is) are dropped and become the GPU's `fault`:
+    a broken sensor must never look like an idle card, and must not spoil the reading of its neighbours.
+    """
+
+    #: Names the GPU for as long as the pool knows it: its UUID, or endpoint and index.
+    gpu_id: str
+    index: int
+    name: str
+    uuid: str | None = None
+    memory_total_mb: float | None = None
+    memory_used_mb: float | None = None
+    #: Computed from the two above where it is not given.
+    memory_usage_percent: float | None = None
+    utilization_percent: float | None = None
+    #: False where the device cannot report utilization at all, as MIG devices cannot.
+    reports_utilization: bool = True
+    #: Why the GPU must not be used, or None while it is healthy.
+    fault: str | None = None
+    #: None where the reader may not see processes; an empty tuple where it can and there are none.
+    processes: tuple[ProcessReading, ...] | None = None
+    #: Another pool has promised it: the server's leases, seen by a client that assigns in process.
+    is_promised_elsewhere: bool = False
+
+    def __post_init__(self) -> None:
+        for field, upper in (
+            ("memory_total_mb", math.inf),
+            ("memory_used_mb", math.inf),
+            ("memory_usage_percent", 100.0),
+            ("utilization_percent", 100.0),
+        ):
+            value = getattr(self, field)
+            if value is not None and not (math.isfinite(value) and 0 <= value <= upper):
+                self._spoil(field, f"{field} is {value}")
+        total, used = self.memory_total_mb, self.memory_used_mb
+        if total is not None and used is not None:
+            if used > total:
+                self._spoil("memory_used_mb", f"{used} MB of {total} MB used")
+            elif self.memory_usage_percent is None and total > 0 and self.fault is None:
+                object.__setattr__(self, "memory_usage_percent", 100.0 * used / total)
+
+    def _spoil(self, field: str, fault: str) -> None:
+        object.__setattr__(self, field, None)
+        if self.fault is None:
+            object.__setattr__(self, "fault", f"impossible reading: {fault}")
+
+    @property
+    def memory_free_mb(self) -> float | None:
+        if self.memory_total_mb is None or self.memory_used_mb is None:
+            return None
+        return self.memory_total_mb - self.memory_used_mb
+
+    @property
+    def process_identities(self) -> frozenset[tuple[int, float | None]] | None:
+        return None if self.processes is None else frozenset(process.identity for process in self.processes)

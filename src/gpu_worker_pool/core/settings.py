@@ -1,0 +1,48 @@
+"""The numbers the rules depend on. Nothing here decides anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Strategy = Literal["availability", "round_robin", "weighted"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    #: A GPU is available strictly below these (D14), unless a request names its own.
+    memory_threshold_percent: float = 80.0
+    utilization_threshold_percent: float = 90.0
+    #: How often readings are meant to come; they are too old after three times that, or 15 s.
+    poll_seconds: float = 5.0
+    #: How an endpoint is picked when several can serve (rule 3).
+    strategy: Strategy = "availability"
+    #: How long others may overtake a waiter that wants more, or something rarer (rule 4).
+    max_bypass_seconds: float = 60.0
+    #: How long a grant waits for an asker that is between two polls (rule 9).
+    claim_seconds: float = 10.0
+    #: How long after its last poll a waiter keeps its place (rule 9).
+    patience_seconds: float = 30.0
+    #: How long ended requests are remembered, and how many at most (rule 9).
+    remember_seconds: float = 24 * 3600.0
+    remember_at_most: int | None = None
+    #: A longer silence than this means that nobody served the ledger; None: somebody always does (rule 10).
+    unserved_after_seconds: float | None = None
+    #: What a waiter without a TTL of its own gets after such a silence.
+    default_ttl_seconds: float = 60.0
+    #: How much longer than the holder the pool waits before it calls a lease expired (rule 11).
+    expiry_grace_seconds: float = 2.0
+    #: The shortest quarantine after an expiry (rule 11).
+    quarantine_seconds: float = 5.0
+    #: How long after a release a GPU that does not look free yet still counts as about to be (rule 4).
+    settle_seconds: float = 5.0
+    #: How far above its level before the grant memory may be and still count as returned (rule 11).
+    returned_memory_slack_mb: float = 256.0
+    #: The same where a GPU reports only percentages.
+    returned_memory_slack_percent: float = 1.0
+    #: When a fresh reading is wanted, counted from the release, while someone waits (rule 8).
+    reading_delays_seconds: tuple[float, ...] = (0.0, 0.1, 0.3, 1.0)
+
+    @property
+    def reading_max_age_seconds(self) -> float:
+        return max(3 * self.poll_seconds, 15.0)

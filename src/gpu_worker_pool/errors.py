@@ -1,0 +1,132 @@
+"""Every exception of the package, under one base; a leaf that imports nothing else of the package."""
+
+from typing import ClassVar
+
+
+class GPUWorkerPoolError(Exception):
+    """The GPU worker pool failed."""
+
+    #: Whether asking again later, unchanged, may succeed.
+    retryable: ClassVar[bool] = False
+
+    # One optional argument and everything else in `__dict__`: that is what lets each of these be pickled.
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(self._default_message() if message is None else message)
+
+    @classmethod
+    def _default_message(cls) -> str:
+        # `python -OO` strips docstrings, and a subclass need not write one.
+        return (cls.__doc__ or cls.__name__).strip().partition("\n")[0]
+
+
+# --- waiting for a GPU ---
+
+
+class WorkerTimeoutError(GPUWorkerPoolError, TimeoutError):
+    """No GPU could be assigned within the timeout."""
+
+    retryable = True
+
+
+class ImpossibleRequestError(GPUWorkerPoolError, ValueError):
+    """The request can never be granted."""
+
+    #: Each one sentence: a rule that no GPU in the inventory can meet.
+    reasons: tuple[str, ...]
+
+    def __init__(self, message: str | None = None, *, reasons: tuple[str, ...] = ()) -> None:
+        if message is None and reasons:
+            message = f"{self._default_message().rstrip('.')}: {'; '.join(reasons)}"
+        super().__init__(message)
+        self.reasons = reasons
+
+
+class RequestCancelledError(GPUWorkerPoolError):
+    """The request was removed from the queue by an administrator or another process."""
+
+
+class RequestGivenUpError(GPUWorkerPoolError):
+    """The request was given up because its waiter had not asked for it in time; request again."""
+
+    retryable = True
+
+
+# --- what was assigned ---
+
+
+class InvalidAssignmentError(GPUWorkerPoolError, ValueError):
+    """The assignment was not made by this pool."""
+
+
+class StaleAssignmentError(GPUWorkerPoolError, ValueError):
+    """The assignment is no longer held: it was released, expired or lost."""
+
+
+# --- the pool's life ---
+
+
+class NotStartedError(GPUWorkerPoolError, RuntimeError):
+    """The pool is not started: call start() or use it as a context manager."""
+
+
+class AlreadyStartedError(GPUWorkerPoolError, RuntimeError):
+    """The pool is already started."""
+
+
+class PoolStoppedError(GPUWorkerPoolError, RuntimeError):
+    """The pool was stopped while the request was waiting."""
+
+
+class WrongThreadError(GPUWorkerPoolError, RuntimeError):
+    """The pool belongs to the thread that started it and was called from another one."""
+
+
+# --- the GPU service ---
+
+
+class ServiceUnavailableError(GPUWorkerPoolError):
+    """The GPU service is unavailable."""
+
+    retryable = True
+
+
+class ServiceUnavailableTimeoutError(WorkerTimeoutError, ServiceUnavailableError):
+    """No GPU could be assigned within the timeout, and no GPU service answered."""
+
+
+class RetryableError(GPUWorkerPoolError):
+    """The GPU service failed in a way that is retried."""
+
+    # Unlike the other retryable errors, these are retried by the HTTP client itself before anyone sees them.
+    retryable = True
+
+
+class NetworkRetryableError(RetryableError):
+    """The GPU service could not be reached."""
+
+
+class ServiceRetryableError(RetryableError):
+    """The GPU service answered with an error that may pass."""
+
+
+# --- events the core refuses ---
+
+
+class IllegalEventError(GPUWorkerPoolError):
+    """The event is not legal in the present state; nothing was changed."""
+
+
+class RequestMismatchError(IllegalEventError):
+    """The request id was already used for a different request."""
+
+
+class UnknownLeaseError(IllegalEventError):
+    """No lease with this id is known."""
+
+
+class LeaseEndedError(IllegalEventError):
+    """The lease has ended and is not revived."""
+
+
+class NotYourLeaseError(IllegalEventError):
+    """The lease belongs to somebody else."""

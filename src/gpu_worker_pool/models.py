@@ -1,0 +1,433 @@
+"""The values users and components exchange: immutable, checked when made; no I/O, no clock, no decisions.
+
+What could not be read is `None`, never 0: a broken sensor must not look like an idle GPU.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from datetime import datetime
+from typing import Any, TypeAlias
+
+#: A GPU's index on its host, or, with several endpoints, its global id `"endpoint:index"`.
+GPUId: TypeAlias = int | str
+
+
+# --- global GPU ids ---
+
+
+def make_global_gpu_id(endpoint_id: str, local_gpu_id: int) -> str:
+    _check_endpoint_id("endpoint_id", endpoint_id)
+    _check_count("local_gpu_id", local_gpu_id)
+    return f"{endpoint_id}:{local_gpu_id}"
+
+
+def split_global_gpu_id(global_gpu_id: str) -> tuple[str, int]:
+    """Undo `make_global_gpu_id`; only what it makes is accepted, so that equal GPUs have equal ids."""
+    _check_text("global_gpu_id", global_gpu_id)
+    endpoint_id, _, index = global_gpu_id.partition(":")
+    canonical = index.isascii() and index.isdigit() and (index == "0" or index[0] != "0")
+    if not (endpoint_id and canonical):
+        raise ValueError(f"global_gpu_id must look like 'endpoint:0', not {global_gpu_id!r}")
+    return endpoint_id, int(index)
+
+
+# --- what the GPUs report ---
+
+
+@dataclass(frozen=True)
+class GPUInfo:
+    """One GPU as its server last read it."""
+
+    gpu_id: int
+    name: str
+    memory_usage_percent: float | None
+    utilization_percent: float | None
+    _: KW_ONLY
+    uuid: str | None = None
+    memory_total_mb: float | None = None
+    memory_used_mb: float | None = None
+    #: Why the GPU cannot be used; `None` for a healthy one.
+    fault: str | None = None
+    #: Promised by its server to a lease, so that clients that assign in process keep off it.
+    leased: bool = False
+    #: False where the device has no such sensor (MIG), which is no fault.
+    reports_utilization: bool = True
+
+    def __post_init__(self) -> None:
+        _check_count("gpu_id", self.gpu_id)
+        _check_text("name", self.name, may_be_empty=True)
+        _check_percent("memory_usage_percent", self.memory_usage_percent)
+        _check_percent("utilization_percent", self.utilization_percent)
+        _check_number("memory_total_mb", self.memory_total_mb)
+        _check_number("memory_used_mb", self.memory_used_mb)
+        _check_at_most("memory_used_mb", self.memory_used_mb, "memory_total_mb", self.memory_total_mb)
+        if self.uuid is not None:
+            _check_text("uuid", self.uuid)
+        if self.fault is not None:
+            _check_text("fault", self.fault)
+        _check_flag("leased", self.leased)
+        _check_flag("reports_utilization", self.reports_utilization)
+
+
+@dataclass(frozen=True)
+class GPUStats:
+    """All GPUs of one endpoint at one moment; averages and totals are over the known values."""
+
+    gpu_count: int
+    total_memory_mb: float | None
+    total_used_memory_mb: float | None
+    average_utilization_percent: float | None
+    gpus_summary: list[GPUInfo]
+    total_memory_usage_percent: float | None
+    #: The server's local time, for people to read; reckon with `sample_age_seconds` instead.
+    timestamp: str
+    _: KW_ONLY
+    sample_age_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_count("gpu_count", self.gpu_count)
+        _check_number("total_memory_mb", self.total_memory_mb)
+        _check_number("total_used_memory_mb", self.total_used_memory_mb)
+        _check_at_most("total_used_memory_mb", self.total_used_memory_mb, "total_memory_mb", self.total_memory_mb)
+        _check_percent("average_utilization_percent", self.average_utilization_percent)
+        _check_percent("total_memory_usage_percent", self.total_memory_usage_percent)
+        _check_text("timestamp", self.timestamp, may_be_empty=True)
+        _check_number("sample_age_seconds", self.sample_age_seconds, may_be_unknown=False)
+        # Fewer rows than GPUs is fine: a row that made no sense was left out.
+        _check_at_most("len(gpus_summary)", len(self.gpus_summary), "gpu_count", self.gpu_count)
+        if len({gpu.gpu_id for gpu in self.gpus_summary}) < len(self.gpus_summary):
+            raise ValueError(f"gpus_summary names a GPU twice: {[gpu.gpu_id for gpu in self.gpus_summary]}")
+
+
+@dataclass(frozen=True)
+class GlobalGPUInfo:
+    """One GPU of one of several endpoints."""
+
+    global_gpu_id: str
+    endpoint_id: str
+    local_gpu_id: int
+    name: str
+    memory_usage_percent: float | None
+    utilization_percent: float | None
+    is_available: bool
+
+    def __post_init__(self) -> None:
+        _check_global_gpu_id(self.global_gpu_id, self.endpoint_id, self.local_gpu_id)
+        _check_text("name", self.name, may_be_empty=True)
+        _check_percent("memory_usage_percent", self.memory_usage_percent)
+        _check_percent("utilization_percent", self.utilization_percent)
+        _check_flag("is_available", self.is_available)
+
+
+@dataclass(frozen=True)
+class EndpointInfo:
+    """One endpoint as the client sees it."""
+
+    endpoint_id: str
+    url: str
+    is_healthy: bool
+    #: When it last answered; `None` if it never did.
+    last_seen: datetime | None
+    total_gpus: int
+    available_gpus: int
+    response_time_ms: float | None
+
+    def __post_init__(self) -> None:
+        _check_endpoint_id("endpoint_id", self.endpoint_id)
+        _check_text("url", self.url)
+        _check_flag("is_healthy", self.is_healthy)
+        if self.last_seen is not None:
+            _check_datetime("last_seen", self.last_seen)
+        _check_count("total_gpus", self.total_gpus)
+        _check_count("available_gpus", self.available_gpus)
+        _check_at_most("available_gpus", self.available_gpus, "total_gpus", self.total_gpus)
+        _check_number("response_time_ms", self.response_time_ms)
+
+
+# --- who has a GPU, and who waits ---
+
+
+@dataclass(frozen=True, init=False)
+class GPUAssignment:
+    """What a worker gets: one GPU or, where it asked for more, several of one host."""
+
+    #: The first GPU: an index with one endpoint, a global id in a `GlobalGPUAssignment`.
+    gpu_id: GPUId
+    worker_id: str
+    assigned_at: datetime
+    _: KW_ONLY
+    #: All GPUs, `gpu_id` first.
+    gpu_ids: tuple[GPUId, ...] = ()
+    #: In the order of `gpu_ids`; empty where the server does not tell.
+    gpu_uuids: tuple[str, ...] = ()
+    lease_id: str | None = None
+    #: Grows with every grant of a GPU, so that a late message of an old holder is recognised.
+    fence: int | None = None
+    expires_at: datetime | None = None
+
+    # Made at every request: filling `__dict__` directly costs a third of the generated `__init__`, which
+    # calls `object.__setattr__` for every field.
+    def __init__(
+        self,
+        gpu_id: GPUId,
+        worker_id: str,
+        assigned_at: datetime,
+        *,
+        gpu_ids: Sequence[GPUId] = (),
+        gpu_uuids: Sequence[str] = (),
+        lease_id: str | None = None,
+        fence: int | None = None,
+        expires_at: datetime | None = None,
+    ) -> None:
+        if type(gpu_id) is not int or gpu_id < 0:
+            self._check_gpu_id("gpu_id", gpu_id)
+        if type(worker_id) is not str or not worker_id:
+            _check_text("worker_id", worker_id)
+        if type(assigned_at) is not datetime:
+            _check_datetime("assigned_at", assigned_at)
+        values = self.__dict__
+        values["gpu_id"] = gpu_id
+        values["worker_id"] = worker_id
+        values["assigned_at"] = assigned_at
+        values["gpu_ids"] = tuple(gpu_ids) if gpu_ids else (gpu_id,)
+        values["gpu_uuids"] = tuple(gpu_uuids) if gpu_uuids else ()
+        values["lease_id"] = lease_id
+        values["fence"] = fence
+        values["expires_at"] = expires_at
+        if gpu_ids:
+            self._check_gpu_ids()
+        if gpu_uuids:
+            self._check_gpu_uuids()
+        if lease_id is not None:
+            _check_text("lease_id", lease_id)
+        if fence is not None:
+            _check_count("fence", fence)
+        if expires_at is not None:
+            _check_datetime("expires_at", expires_at)
+
+    @property
+    def local_gpu_ids(self) -> tuple[int, ...]:
+        """The GPUs' indices on their own host."""
+        return tuple(map(int, self.gpu_ids))
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What a process started on the GPUs' host needs to see these GPUs and no others."""
+        # A MIG device has no index of its own, and an index would show its whole parent.
+        mig = any(uuid.startswith("MIG-") for uuid in self.gpu_uuids)
+        devices: Iterable[GPUId] = self.gpu_uuids if mig else self.local_gpu_ids
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
+            # Without it CUDA counts fastest first, not in the order of nvidia-smi.
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        }
+
+    def _check_gpu_id(self, name: str, gpu_id: object) -> None:
+        _check_count(name, gpu_id)
+
+    def _check_gpu_ids(self) -> None:
+        if self.gpu_ids[0] != self.gpu_id:
+            raise ValueError(f"gpu_ids must begin with gpu_id {self.gpu_id!r}, not {self.gpu_ids!r}")
+        for gpu_id in self.gpu_ids:
+            self._check_gpu_id("gpu_ids", gpu_id)
+
+    def _check_gpu_uuids(self) -> None:
+        if len(self.gpu_uuids) != len(self.gpu_ids):
+            raise ValueError(f"gpu_uuids must be as many as gpu_ids {self.gpu_ids!r}, not {self.gpu_uuids!r}")
+        for uuid in self.gpu_uuids:
+            _check_text("gpu_uuids", uuid)
+
+
+# Positional patterns stay those of GPUAssignment, so that one `case` serves both.
+@dataclass(frozen=True, init=False, match_args=False)
+class GlobalGPUAssignment(GPUAssignment):
+    """An assignment on one of several endpoints; `gpu_id` and `gpu_ids` hold global ids."""
+
+    gpu_id: str = field(init=False, repr=False)
+    gpu_ids: tuple[str, ...] = field(default=(), kw_only=True)
+    global_gpu_id: str
+    endpoint_id: str
+    local_gpu_id: int
+
+    def __init__(
+        self,
+        global_gpu_id: str,
+        endpoint_id: str,
+        local_gpu_id: int,
+        worker_id: str,
+        assigned_at: datetime,
+        *,
+        gpu_ids: Sequence[str] = (),
+        gpu_uuids: Sequence[str] = (),
+        lease_id: str | None = None,
+        fence: int | None = None,
+        expires_at: datetime | None = None,
+    ) -> None:
+        _check_global_gpu_id(global_gpu_id, endpoint_id, local_gpu_id)
+        values = self.__dict__
+        values["global_gpu_id"] = global_gpu_id
+        values["endpoint_id"] = endpoint_id
+        values["local_gpu_id"] = local_gpu_id
+        super().__init__(
+            global_gpu_id,
+            worker_id,
+            assigned_at,
+            gpu_ids=gpu_ids,
+            gpu_uuids=gpu_uuids,
+            lease_id=lease_id,
+            fence=fence,
+            expires_at=expires_at,
+        )
+
+    @property
+    def local_gpu_ids(self) -> tuple[int, ...]:
+        return tuple(split_global_gpu_id(gpu_id)[1] for gpu_id in self.gpu_ids)
+
+    def _check_gpu_id(self, name: str, gpu_id: object) -> None:
+        if gpu_id == self.global_gpu_id:
+            return
+        _check_text(name, gpu_id)
+        if split_global_gpu_id(str(gpu_id))[0] != self.endpoint_id:
+            raise ValueError(f"{name} must all be on endpoint {self.endpoint_id!r}, not {gpu_id!r}")
+
+
+def _do_nothing(_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A worker that holds a GPU or waits for one."""
+
+    id: str
+    enqueued_at: datetime
+    #: Called with the id of the assigned GPU: `Any`, because it is an int or, with many endpoints, a str.
+    callback: Callable[[Any], object] = field(default=_do_nothing, repr=False, compare=False)
+    on_error: Callable[[Exception], object] = field(default=_do_nothing, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_text("id", self.id)
+        _check_datetime("enqueued_at", self.enqueued_at)
+        for name in ("callback", "on_error"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"{name} must be callable, not {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
+class PoolStatus:
+    """The pool at one moment."""
+
+    total_gpus: int
+    available_gpus: int
+    active_workers: int
+    blocked_workers: int
+    gpu_assignments: dict[GPUId, list[WorkerInfo]]
+
+    def __post_init__(self) -> None:
+        for name in ("total_gpus", "available_gpus", "active_workers", "blocked_workers"):
+            _check_count(name, getattr(self, name))
+        _check_at_most("available_gpus", self.available_gpus, "total_gpus", self.total_gpus)
+
+
+@dataclass(frozen=True, init=False)
+class MultiEndpointPoolStatus(PoolStatus):
+    """The pool of several endpoints; construct it with either `endpoint_details` or `endpoints`."""
+
+    total_endpoints: int
+    healthy_endpoints: int
+    #: This is what is kept, because it may say more about an endpoint than `EndpointInfo` has fields for.
+    endpoint_details: list[dict[str, Any]]
+
+    def __init__(
+        self,
+        total_gpus: int,
+        available_gpus: int,
+        active_workers: int,
+        blocked_workers: int,
+        gpu_assignments: dict[GPUId, list[WorkerInfo]],
+        total_endpoints: int,
+        healthy_endpoints: int,
+        endpoint_details: list[dict[str, Any]] | None = None,
+        *,
+        endpoints: Iterable[EndpointInfo] | None = None,
+    ) -> None:
+        if (endpoint_details is None) == (endpoints is None):
+            raise TypeError("give either endpoint_details or endpoints")
+        super().__init__(total_gpus, available_gpus, active_workers, blocked_workers, gpu_assignments)
+        _check_count("total_endpoints", total_endpoints)
+        _check_count("healthy_endpoints", healthy_endpoints)
+        _check_at_most("healthy_endpoints", healthy_endpoints, "total_endpoints", total_endpoints)
+        self.__dict__.update(
+            total_endpoints=total_endpoints,
+            healthy_endpoints=healthy_endpoints,
+            endpoint_details=[asdict(endpoint) for endpoint in endpoints or ()]
+            if endpoint_details is None
+            else endpoint_details,
+        )
+
+    @property
+    def endpoints(self) -> list[EndpointInfo]:
+        names = [field.name for field in fields(EndpointInfo)]
+        known: list[dict[str, Any]] = [{name: details.get(name) for name in names} for details in self.endpoint_details]
+        return [EndpointInfo(**values) for values in known]
+
+
+# --- checks: each names the field and the value ---
+
+
+def _check_text(name: str, value: object, *, may_be_empty: bool = False) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, not {value!r}")
+    if not (value or may_be_empty):
+        raise ValueError(f"{name} must not be empty")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+
+
+def _check_datetime(name: str, value: object) -> None:
+    if not isinstance(value, datetime):
+        raise TypeError(f"{name} must be a datetime, not {value!r}")
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, but is {value!r}")
+
+
+def _check_number(name: str, value: object, *, may_be_unknown: bool = True) -> None:
+    if value is None and may_be_unknown:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number{' or None' if may_be_unknown else ''}, not {value!r}")
+    # False for NaN and infinity, and for integers that no float can hold.
+    if not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{name} must be finite and not negative, but is {value!r}")
+
+
+def _check_percent(name: str, value: object) -> None:
+    _check_number(name, value)
+    if isinstance(value, int | float) and value > 100:
+        raise ValueError(f"{name} must be from 0 to 100, but is {value!r}")
+
+
+def _check_at_most(name: str, value: float | None, limit_name: str, limit: float | None) -> None:
+    if value is not None and limit is not None and value > limit:
+        raise ValueError(f"{name} must be at most {limit_name} {limit!r}, but is {value!r}")
+
+
+def _check_endpoint_id(name: str, value: object) -> None:
+    _check_text(name, value)
+    if ":" in str(value):
+        raise ValueError(f"{name} must not contain ':', which separates it from the GPU in a global id: {value!r}")
+
+
+def _check_global_gpu_id(global_gpu_id: object, endpoint_id: str, local_gpu_id: int) -> None:
+    expected = make_global_gpu_id(endpoint_id, local_gpu_id)
+    if global_gpu_id != expected:
+        raise ValueError(f"global_gpu_id must be {expected!r}, not {global_gpu_id!r}")

@@ -1,0 +1,336 @@
+"""Random histories: everything that can happen to a pool, in any order, judged by the oracle after every step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from gpu_worker_pool.core import (
+    PLAIN,
+    Cancelled,
+    GPUsVanished,
+    HolderGone,
+    LeaseState,
+    PoolSettings,
+    ProcessReading,
+    QuarantineEnded,
+    Reading,
+    Released,
+    Renewed,
+    Request,
+    Requested,
+    Stopped,
+    Ticked,
+    Unreachable,
+    Wishes,
+    explain,
+    explain_wishes,
+    restore,
+    save,
+)
+from gpu_worker_pool.core.events import Event
+from gpu_worker_pool.errors import IllegalEventError, RequestMismatchError
+from gpu_worker_pool.testing import History, gpu, replay, snapshot
+from tests.unit.core.oracle import Oracle
+
+HOSTS = {"a": 3, "b": 2}
+MODELS = ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB"]
+
+wishes = st.one_of(
+    st.just(PLAIN),
+    st.builds(Wishes, priority=st.sampled_from([0, 0, 1])),
+    st.builds(Wishes, count=st.sampled_from([1, 2, 2, 3])),
+    st.builds(Wishes, memory_mb=st.sampled_from([10_000, 30_000, 60_000]), share=st.booleans()),
+    st.builds(
+        Wishes,
+        count=st.sampled_from([1, 1, 2]),
+        gpu_model=st.sampled_from([None, "h100", "A100"]),
+        only=st.sampled_from([None, ("0",), ("1", "a:0")]),
+        exclude=st.sampled_from([(), ("0",)]),
+        policy=st.sampled_from(["thresholds", "idle"]),
+        min_free_memory_mb=st.sampled_from([None, 20_000]),
+        memory_threshold=st.sampled_from([None, 50.0, 80.0]),
+        utilization_threshold=st.sampled_from([None, 20.0, 90.0]),
+        priority=st.sampled_from([0, 1]),
+    ),
+)
+
+reading_changes = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries({"memory_used_mb": st.sampled_from([0.0, 200.0, 20_000.0, 70_000.0])}),
+    st.fixed_dictionaries({"utilization_percent": st.sampled_from([0.0, 50.0, 95.0, None])}),
+    st.just({"utilization_percent": None, "reports_utilization": False}),
+    st.just({"memory_used_mb": None}),
+    st.just({"memory_total_mb": None, "memory_used_mb": None, "memory_usage_percent": 10.0}),
+    st.fixed_dictionaries({"memory_usage_percent": st.sampled_from([float("nan"), 250.0, -5.0, 79.9, 80.0])}),
+    st.just({"memory_used_mb": 90_000.0}),
+    st.just({"fault": "GPU is lost"}),
+    st.just({"is_promised_elsewhere": True}),
+    st.just({"processes": None}),
+    st.fixed_dictionaries({"processes": st.sampled_from([(ProcessReading(7),), (ProcessReading(8, 1.0),)])}),
+)
+
+
+class Histories(RuleBasedStateMachine):
+    """Subclasses say which settings to use."""
+
+    settings_of_pool = PoolSettings(remember_seconds=500.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.serial = 0
+        self.history = History(self.settings_of_pool)
+        self.oracle = Oracle(self.settings_of_pool)
+        self.lease_ids: list[str] = []
+        self.is_stopped = False
+
+    @property
+    def pool(self) -> Any:
+        return self.history.pool
+
+    @initialize(hosts=st.sampled_from([("a",), ("a",), ("a", "b")]))
+    def first_readings(self, hosts: tuple[str, ...]) -> None:
+        self.hosts = hosts
+        for host in hosts:
+            self.observe(host, [{}, {}, {}], None, 0.0)
+
+    def step(self, event: Event) -> bool:
+        """Apply an event; False if it was refused, and then nothing may have changed."""
+        before = save(self.pool)
+        try:
+            effects = self.history.apply(event, self.now)
+        except IllegalEventError:
+            assert save(self.pool) == before, f"{event} was refused and changed something"
+            return False
+        self.oracle.saw(event, effects, self.now)
+        self.check()
+        self.lease_ids += [
+            effect.lease.lease_id
+            for effect in effects
+            if hasattr(effect, "lease") and effect.lease.lease_id not in self.lease_ids
+        ]
+        return True
+
+    def check(self) -> None:
+        """The oracle's books and the pool's are the same."""
+        assert {waiter.request.request_id for waiter in self.pool.queue.in_order()} == set(self.oracle.waiting)
+        assert {lease.lease_id for lease in self.pool.leases} == set(self.oracle.leases)
+        next_at = self.pool.timers.next_at()
+        assert next_at is None or (self.oracle.wake_at is not None and self.oracle.wake_at <= next_at), "overslept"
+        assert self.pool.fence == self.oracle.fence
+
+    def some(self, items: list[str], number: int) -> str:
+        return items[-1 - number % min(len(items), 12)]
+
+    # ---- requests
+
+    @rule(
+        wishes=wishes,
+        ttl=st.sampled_from([None, 10.0, 60.0]),
+        patience=st.sampled_from([None, None, 0.0, 5.0, 90.0]),
+        polls=st.sampled_from([None, None, 0.0, 3.0]),
+        owner=st.sampled_from(["me", "you"]),
+    )
+    def request(
+        self, wishes: Wishes, ttl: float | None, patience: float | None, polls: float | None, owner: str
+    ) -> None:
+        self.serial += 1
+        request = Request(f"r{self.serial}", wishes, owner=owner, ttl_seconds=60.0 if polls is not None else ttl)
+        deadline = None if patience is None else self.now + patience
+        assert self.step(Requested(request, deadline, None if polls is None else self.now + polls))
+
+    @precondition(lambda self: self.serial)
+    @rule(number=st.integers(0, 11), polls=st.sampled_from([0.0, 3.0]), is_other=st.booleans())
+    def ask_again(self, number: int, polls: float, is_other: bool) -> None:
+        request = self.oracle.requests[self.some(list(self.oracle.requests), number)]
+        is_remembered = any(
+            known is not None
+            for known in (
+                self.pool.queue.lookup(request.request_id),
+                self.pool.leases.lookup_request(request.request_id),
+                self.pool.outcomes.of_request(request.request_id),
+            )
+        )
+        if not is_remembered:
+            return
+        asking_until = None if request.ttl_seconds is None else self.now + polls
+        if is_other:
+            with pytest.raises(RequestMismatchError):
+                self.pool.apply(Requested(replace(request, label="another"), None, asking_until), self.now)
+        else:
+            assert self.step(Requested(request, None, asking_until))
+
+    @precondition(lambda self: self.serial)
+    @rule(number=st.integers(0, 11), by=st.sampled_from(["me", "you", None]))
+    def cancel(self, number: int, by: str | None) -> None:
+        request_id = self.some(list(self.oracle.requests), number)
+        self.step(Cancelled(request_id, by))
+
+    # ---- leases
+
+    @precondition(lambda self: self.lease_ids)
+    @rule(number=st.integers(0, 11), by=st.sampled_from(["me", "you", None, None]), fence=st.sampled_from([None, 0, 1]))
+    def release(self, number: int, by: str | None, fence: int | None) -> None:
+        lease_id = self.some(self.lease_ids, number)
+        known = self.oracle.leases.get(lease_id)
+        if fence and known is not None:
+            fence = known.fence
+        is_done = self.step(Released(lease_id, by, fence))
+        if known is not None and (by not in (None, known.request.owner) or fence == 0):
+            assert not is_done, "a stranger, or an old fence, released a lease"
+
+    @precondition(lambda self: self.lease_ids)
+    @rule(number=st.integers(0, 11), by=st.sampled_from(["me", "you", None, None]))
+    def renew(self, number: int, by: str | None) -> None:
+        lease_id = self.some(self.lease_ids, number)
+        known = self.oracle.leases.get(lease_id)
+        is_done = self.step(Renewed(lease_id, by))
+        if is_done:
+            assert known is not None, "an ended lease was revived"
+            assert known.state is LeaseState.HELD
+            assert by in (None, known.request.owner)
+            if known.expires_at is not None:
+                grace = self.settings_of_pool.expiry_grace_seconds
+                unserved = self.settings_of_pool.unserved_after_seconds
+                assert unserved is not None or self.now < known.expires_at + grace, "renewed after it expired"
+
+    @precondition(lambda self: self.lease_ids)
+    @rule(number=st.integers(0, 11), is_proven=st.booleans())
+    def holder_gone(self, number: int, is_proven: bool) -> None:
+        assert self.step(HolderGone(self.some(self.lease_ids, number), is_proven))
+
+    @precondition(lambda self: self.lease_ids)
+    @rule(number=st.integers(0, 11))
+    def end_quarantine(self, number: int) -> None:
+        lease_id = self.some(self.lease_ids, number)
+        known = self.oracle.leases.get(lease_id)
+        is_done = self.step(QuarantineEnded(lease_id))
+        assert is_done == (known is not None and known.state is LeaseState.QUARANTINED)
+
+    # ---- readings and time
+
+    @rule(
+        host=st.sampled_from(list(HOSTS)),
+        changes=st.lists(reading_changes, min_size=3, max_size=3),
+        missing=st.sampled_from([None, None, None, 0, 1]),
+        age=st.sampled_from([0.0, 0.0, 0.5, 20.0, -1.0]),
+    )
+    def observe(self, host: str, changes: list[dict[str, Any]], missing: int | None, age: float) -> None:
+        if host not in self.hosts:
+            return
+        readings: list[Reading] = [
+            gpu(index, endpoint_id=host, **{"name": MODELS[index % 2], **changes[index]})
+            for index in range(HOSTS[host])
+            if index != missing
+        ]
+        assert self.step(snapshot([*readings, *readings[:1]], at=self.now - age, endpoint_id=host))
+
+    @rule(host=st.sampled_from(list(HOSTS)))
+    def all_idle(self, host: str) -> None:
+        self.now += 0.01
+        self.observe(host, [{}, {}, {}], None, 0.0)
+
+    @rule(host=st.sampled_from(list(HOSTS)))
+    def unreachable(self, host: str) -> None:
+        if host in self.hosts:
+            assert self.step(Unreachable(host))
+
+    @rule(host=st.sampled_from(list(HOSTS)), index=st.integers(0, 2))
+    def vanish(self, host: str, index: int) -> None:
+        gpu_id = f"{host}:{index}"
+        if gpu_id in self.oracle.cards:
+            self.oracle.cards[gpu_id].reading = None
+        assert self.step(GPUsVanished((gpu_id,)))
+
+    @rule(seconds=st.sampled_from([0.0, 0.05, 0.3, 1.0, 4.0, 11.0, 35.0, 70.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        assert self.step(Ticked())
+
+    @rule(seconds=st.sampled_from([1.0, 12.0, 62.0]))
+    def time_passes_unnoticed(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def explain(self) -> None:
+        for request_id, waiting in self.oracle.waiting.items():
+            told = explain(self.pool, request_id, self.now)
+            assert told is not None
+            assert told.waiting_seconds == pytest.approx(self.now - waiting.since)
+            earlier = sum(other.order < waiting.order for other in self.oracle.waiting.values())
+            assert told.position == 1 + earlier
+            for gpu_told in told.gpus:
+                card = self.oracle.cards.get(gpu_told.gpu_id)
+                if card is not None:
+                    why_not = self.oracle.why_not(card, waiting.request.wishes, max(self.now, self.pool.now))
+                    own = [found for found in gpu_told.obstacles if found.kind != "kept"]
+                    assert (why_not is None) == (not own), f"{gpu_told} but {why_not}"
+        assert explain_wishes(self.pool, PLAIN, self.now).position == 1 + sum(
+            waiting.request.wishes.priority >= 0 for waiting in self.oracle.waiting.values()
+        )
+
+    @rule(is_reboot=st.booleans())
+    def restart(self, is_reboot: bool) -> None:
+        """What was saved comes back; only readings are gone."""
+        replay(self.history)
+        saved = json.loads(json.dumps(save(self.pool)))
+        assert save(restore(saved, self.settings_of_pool)) == saved
+        leases, queue = set(self.oracle.leases), list(self.oracle.waiting)
+        if is_reboot:
+            offset = 3.0 - self.pool.now
+            begun_anew = restore(saved, self.settings_of_pool, clock_began_anew_at=3.0)
+            saved = json.loads(json.dumps(save(begun_anew)))
+            self.now = 3.0
+            self._shift_oracle(offset)
+        self.history = History(self.settings_of_pool, start=saved)
+        for card in self.oracle.cards.values():
+            card.reading = None
+        self.oracle.endpoint_begun.clear()
+        self.oracle.wake_at = None
+        assert {lease.lease_id for lease in self.pool.leases} == leases
+        assert {waiter.request.request_id for waiter in self.pool.queue.in_order()} == set(queue)
+        for lease in self.pool.leases:
+            self.oracle._keep_lease(lease)
+        for host in self.hosts:
+            assert self.step(Unreachable(host))
+        assert self.step(Ticked())
+
+    def _shift_oracle(self, seconds: float) -> None:
+        for card in self.oracle.cards.values():
+            card.last_lease_ended += seconds
+            card.begun_at += seconds
+            card.processes_before_first = None
+        for waiting in self.oracle.waiting.values():
+            waiting.since += seconds
+
+    @rule(really=st.sampled_from([False, False, False, True]))
+    def stop(self, really: bool) -> None:
+        if really:
+            assert self.step(Stopped())
+            assert not self.oracle.waiting
+
+    def teardown(self) -> None:
+        if hasattr(self, "hosts"):
+            replay(self.history)
+
+
+class InProcess(Histories):
+    """As the client keeps it: a pool that is always served."""
+
+
+class OnALedger(Histories):
+    """As a server keeps it: served by whoever is there, and sometimes by nobody."""
+
+    settings_of_pool = PoolSettings(remember_seconds=500.0, unserved_after_seconds=15.0)
+
+
+class ImpatientBypass(Histories):
+    """GPUs are kept soon, so that keeping meets everything else."""
+
+    settings_of_pool = PoolSettings(remember_seconds=500.0, max_bypass_seconds=2.0, strategy="round_robin")

@@ -1,0 +1,321 @@
+"""The rules once more, written from their text alone: what a pool did is judged by this, not by its own code.
+
+It keeps its own books of who holds and who waits, from nothing but the events it was shown and the effects it saw.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from gpu_worker_pool.core import (
+    Cancelled,
+    Effect,
+    Ended,
+    Event,
+    Granted,
+    GPUsVanished,
+    Lease,
+    LeaseEnded,
+    LeaseState,
+    Observed,
+    PoolSettings,
+    Reading,
+    Released,
+    Request,
+    Requested,
+    RequestState,
+    Unreachable,
+    WakeAt,
+    Wishes,
+)
+
+
+@dataclass
+class Waiting:
+    request: Request
+    arrival: int
+    since: float
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (-self.request.wishes.priority, self.arrival)
+
+
+@dataclass
+class Card:
+    endpoint: str
+    reading: Reading | None
+    begun_at: float
+    #: Promises on it, oldest first, with the memory used and the processes seen before each.
+    promises: dict[str, Lease] = field(default_factory=dict)
+    used_before_first: float | None = None
+    processes_before_first: frozenset[tuple[int, float | None]] | None = None
+    last_lease_ended: float = -math.inf
+
+
+class Oracle:
+    def __init__(self, settings: PoolSettings) -> None:
+        self.settings = settings
+        self.cards: dict[str, Card] = {}
+        self.endpoint_begun: dict[str, float] = {}
+        self.waiting: dict[str, Waiting] = {}
+        self.leases: dict[str, Lease] = {}
+        self.ended: dict[str, RequestState] = {}
+        self.requests: dict[str, Request] = {}
+        self.lease_ends: dict[str, LeaseState] = {}
+        self.fence = 0
+        self.arrivals = 0
+        self.wake_at: float | None = None
+
+    # ---- following a history
+
+    def saw(self, event: Event, effects: tuple[Effect, ...], now: float) -> None:
+        if self.wake_at is not None and self.wake_at <= now:
+            self.wake_at = None
+        if isinstance(event, Unreachable):
+            for card in self.cards.values():
+                if card.endpoint == event.endpoint_id:
+                    card.reading = None
+        asked_again = None
+        if isinstance(event, Requested):
+            asked_again = self._saw_request(event, now)
+        # What is due or was observed may end leases before this event's own end is applied: effects say so first.
+        ends_here = self._own_end(event)
+        if isinstance(event, Observed):
+            self._saw_readings(event, now)
+        for effect in effects:
+            if ends_here is not None and isinstance(effect, Granted) and effect.lease.lease_id != ends_here:
+                self._end_lease(ends_here, LeaseState.RELEASED, now)
+                ends_here = None
+            self._saw_effect(effect, asked_again, now)
+        if ends_here is not None:
+            self._end_lease(ends_here, LeaseState.RELEASED, now)
+        for request_id in list(self.waiting):
+            assert request_id not in self.ended, f"{request_id} waits and has ended"
+
+    def _own_end(self, event: Event) -> str | None:
+        if isinstance(event, Released) and event.lease_id in self.leases:
+            return event.lease_id
+        if isinstance(event, Cancelled) and event.request_id not in self.waiting:
+            for lease in self.leases.values():
+                if lease.request.request_id == event.request_id and lease.state is not LeaseState.QUARANTINED:
+                    return lease.lease_id
+        return None
+
+    def _saw_request(self, event: Requested, now: float) -> str | None:
+        request = event.request
+        if request.request_id in self.requests:
+            return request.request_id
+        self.arrivals += 1
+        self.requests[request.request_id] = request
+        self.waiting[request.request_id] = Waiting(request, self.arrivals, now)
+        return None
+
+    def _saw_readings(self, event: Observed, now: float) -> None:
+        begun_at = min(event.begun_at, now)
+        if begun_at < self.endpoint_begun.get(event.endpoint_id, -math.inf):
+            return
+        self.endpoint_begun[event.endpoint_id] = begun_at
+        for card in self.cards.values():
+            if card.endpoint == event.endpoint_id:
+                card.reading = None
+        for reading in event.readings:
+            card = self.cards.setdefault(reading.gpu_id, Card(event.endpoint_id, None, begun_at))
+            if card.endpoint == event.endpoint_id and (card.reading is None or card.begun_at < begun_at):
+                card.reading, card.begun_at = reading, begun_at
+
+    def _saw_effect(self, effect: Effect, asked_again: str | None, now: float) -> None:
+        if isinstance(effect, Granted):
+            self._saw_grant(effect.lease, asked_again, now)
+        elif isinstance(effect, Ended):
+            if effect.request_id == asked_again and effect.request_id in self.ended:
+                assert self.ended[effect.request_id] is effect.state, "asked again, it ended otherwise"
+                return
+            if effect.request_id == asked_again and effect.state is RequestState.GRANTED:
+                return
+            assert effect.request_id not in self.ended, f"{effect.request_id} ended twice"
+            assert effect.state not in (RequestState.GRANTED, RequestState.WAITING)
+            del self.waiting[effect.request_id]
+            self.ended[effect.request_id] = effect.state
+        elif isinstance(effect, LeaseEnded):
+            if effect.state is LeaseState.QUARANTINED:
+                assert self.leases[effect.lease.lease_id].state is not LeaseState.QUARANTINED
+                self._keep_lease(effect.lease)
+            else:
+                self._end_lease(effect.lease.lease_id, effect.state, now)
+        elif isinstance(effect, WakeAt):
+            assert self.wake_at is None or effect.at < self.wake_at, "woken for what was asked for already"
+            self.wake_at = effect.at
+
+    def _saw_grant(self, lease: Lease, asked_again: str | None, now: float) -> None:
+        request_id = lease.request.request_id
+        if request_id not in self.waiting:
+            # A renewal, or the same lease told once more.
+            assert lease.lease_id in self.leases, f"{lease.lease_id} was granted to nobody who waits"
+            assert self.leases[lease.lease_id].fence == lease.fence
+            self._keep_lease(lease)
+            return
+        waiting = self.waiting.pop(request_id)
+        self._judge_grant(waiting, lease, now)
+        self.ended[request_id] = RequestState.GRANTED
+        self.fence = lease.fence
+        for gpu_id in lease.gpu_ids:
+            card = self.cards[gpu_id]
+            if not card.promises:
+                assert card.reading is not None
+                card.used_before_first = card.reading.memory_used_mb
+                card.processes_before_first = card.reading.process_identities
+        self._keep_lease(lease)
+
+    def _keep_lease(self, lease: Lease) -> None:
+        self.leases[lease.lease_id] = lease
+        for gpu_id in lease.gpu_ids:
+            self.cards[gpu_id].promises[lease.lease_id] = lease
+
+    def _end_lease(self, lease_id: str, state: LeaseState, now: float) -> None:
+        lease = self.leases.pop(lease_id, None)
+        if lease is None:
+            return
+        assert lease_id not in self.lease_ends, f"{lease_id} ended twice"
+        self.lease_ends[lease_id] = state
+        was_told = lease.state is not LeaseState.OFFERED
+        for gpu_id in lease.gpu_ids:
+            card = self.cards[gpu_id]
+            del card.promises[lease_id]
+            if lease.request.ttl_seconds is not None and was_told:
+                ended = now if lease.quarantined_at is None else lease.quarantined_at
+                card.last_lease_ended = max(card.last_lease_ended, ended)
+
+    # ---- the rules
+
+    def _judge_grant(self, waiting: Waiting, lease: Lease, now: float) -> None:
+        wishes = waiting.request.wishes
+        assert lease.fence > self.fence, "fences only grow"
+        assert len(set(lease.gpu_ids)) == wishes.count, "all or none"
+        assert len({self.cards[gpu_id].endpoint for gpu_id in lease.gpu_ids}) == 1, "never across endpoints"
+        for gpu_id in lease.gpu_ids:
+            why_not = self.why_not(self.cards[gpu_id], wishes, now)
+            assert why_not is None, f"{gpu_id} was granted for {wishes} although {why_not}"
+            self._judge_order(waiting, gpu_id, now)
+        self._judge_overtaking(waiting, lease, now)
+
+    def _judge_order(self, served: Waiting, gpu_id: str, now: float) -> None:
+        """No barging: nobody is served before an earlier one that the same GPU would serve."""
+        for other in self.waiting.values():
+            if other.order < served.order and other.request.wishes.count == 1:
+                why_not = self.why_not(self.cards[gpu_id], other.request.wishes, now)
+                kept_for_another = self._is_kept_from(other, gpu_id, now)
+                assert why_not is not None or kept_for_another, (
+                    f"{served.request.request_id} got {gpu_id} before {other.request.request_id}"
+                )
+
+    def _is_kept_from(self, other: Waiting, gpu_id: str, now: float) -> bool:
+        return any(
+            first.order < other.order and now - first.since >= self.settings.max_bypass_seconds
+            for first in self.waiting.values()
+        )
+
+    def _judge_overtaking(self, served: Waiting, lease: Lease, now: float) -> None:
+        """Rule 4: once it has waited `max_bypass`, the first such waiter is not passed on GPUs that could serve it."""
+        for first in sorted(self.waiting.values(), key=lambda waiting: waiting.order):
+            if first.order > served.order:
+                return
+            if now - first.since < self.settings.max_bypass_seconds:
+                continue
+            hosts = {card.endpoint for card in self.cards.values()}
+            able = {host: self._could_have(first, host, now) for host in hosts}
+            keeping = [host for host, (eligible, soon) in able.items() if eligible + soon >= first.request.wishes.count]
+            if len(keeping) == 1 and keeping[0] == lease.endpoint_id:
+                for gpu_id in lease.gpu_ids:
+                    why_not = self.why_not(self.cards[gpu_id], first.request.wishes, now)
+                    assert why_not is not None, f"{served.request.request_id} took {gpu_id} from {first}"
+            if keeping:
+                return
+
+    def _could_have(self, waiting: Waiting, host: str, now: float) -> tuple[int, int]:
+        eligible = soon = 0
+        for card in self.cards.values():
+            if card.endpoint == host:
+                if self.why_not(card, waiting.request.wishes, now) is None:
+                    eligible += 1
+                elif card.promises and self._is_sound(card, waiting.request.wishes, now):
+                    soon += 1
+        return eligible, soon
+
+    def _is_sound(self, card: Card, wishes: Wishes, now: float) -> bool:
+        reading = card.reading
+        if reading is None or reading.fault or reading.is_promised_elsewhere:
+            return False
+        return now - self.endpoint_begun[card.endpoint] <= 15 and self._never(reading, wishes) is None
+
+    def _never(self, reading: Reading, wishes: Wishes) -> str | None:
+        if wishes.gpu_model and wishes.gpu_model.lower() not in reading.name.lower():
+            return "wrong model"
+        names = {reading.gpu_id, str(reading.index)}
+        if wishes.only is not None and not names & set(wishes.only):
+            return "not among only"
+        if names & set(wishes.exclude):
+            return "excluded"
+        needed = max(wishes.memory_mb or 0, wishes.min_free_memory_mb or 0)
+        if reading.memory_total_mb is not None and needed > reading.memory_total_mb:
+            return "too small"
+        return None
+
+    def why_not(self, card: Card, wishes: Wishes, now: float) -> str | None:  # noqa: PLR0911
+        reading = card.reading
+        if reading is None:
+            return "not seen"
+        if now - self.endpoint_begun[card.endpoint] > max(3 * self.settings.poll_seconds, 15):
+            return "stale"
+        if self.endpoint_begun[card.endpoint] <= card.last_lease_ended:
+            return "not read since the last lease ended"
+        if reading.fault is not None or reading.is_promised_elsewhere:
+            return "unhealthy, or promised elsewhere"
+        if self._never(reading, wishes) is not None:
+            return self._never(reading, wishes)
+        used, utilization = reading.memory_usage_percent, reading.utilization_percent
+        memory_limit = wishes.memory_threshold
+        utilization_limit = wishes.utilization_threshold
+        if not wishes.share:
+            memory_limit = self.settings.memory_threshold_percent if memory_limit is None else memory_limit
+            if utilization_limit is None:
+                utilization_limit = self.settings.utilization_threshold_percent
+        if used is None:
+            return "memory unknown"
+        if memory_limit is not None and not used < memory_limit:
+            return "memory above threshold"
+        if utilization is None and reading.reports_utilization:
+            return "utilization unknown"
+        if utilization is not None and utilization_limit is not None and not utilization < utilization_limit:
+            return "utilization above threshold"
+        if (utilization is None or wishes.policy == "idle") and self._has_foreign_process(card, reading):
+            return "foreign process, or none can be seen"
+        return self._no_room(card, reading, wishes)
+
+    def _has_foreign_process(self, card: Card, reading: Reading) -> bool:
+        if reading.processes is None:
+            return True
+        if not card.promises:
+            return len(reading.processes) > 0
+        if card.processes_before_first is None:
+            return True
+        return any(process.identity in card.processes_before_first for process in reading.processes)
+
+    def _no_room(self, card: Card, reading: Reading, wishes: Wishes) -> str | None:
+        promised = list(card.promises.values())
+        if promised and not (wishes.share and all(lease.request.wishes.share for lease in promised)):
+            return "promised"
+        total, used = reading.memory_total_mb, reading.memory_used_mb
+        if wishes.min_free_memory_mb is not None and (
+            total is None or used is None or total - used < wishes.min_free_memory_mb
+        ):
+            return "too little free"
+        if wishes.memory_mb is not None:
+            before = card.used_before_first if promised else used
+            if total is None or used is None or before is None:
+                return "memory left unknown"
+            declared = sum(lease.request.wishes.memory_mb or math.inf for lease in promised)
+            if total - max(used, before + declared) < wishes.memory_mb:
+                return "too little left"
+        return None
