@@ -239,10 +239,12 @@ class GPUAssignment:
             _check_text("gpu_uuids", uuid)
 
 
-# Positional patterns stay those of GPUAssignment, so that one `case` serves both.
-@dataclass(frozen=True, init=False, match_args=False)
+@dataclass(frozen=True, init=False)
 class GlobalGPUAssignment(GPUAssignment):
     """An assignment on one of several endpoints; `gpu_id` and `gpu_ids` hold global ids."""
+
+    # Inherited fields come first in a dataclass; patterns should read like the constructor.
+    __match_args__ = ("global_gpu_id", "endpoint_id", "local_gpu_id", "worker_id", "assigned_at")
 
     gpu_id: str = field(init=False, repr=False)
     gpu_ids: tuple[str, ...] = field(default=(), kw_only=True)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import threading
 import weakref
+from asyncio import current_task
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from threading import get_ident
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpu_worker_pool.config import EnvironmentConfigurationManager
@@ -55,10 +57,10 @@ from gpu_worker_pool.errors import (
     WorkerTimeoutError,
     WrongThreadError,
 )
-from gpu_worker_pool.models import GlobalGPUAssignment, GPUAssignment, PoolStatus, WorkerInfo
+from gpu_worker_pool.models import GlobalGPUAssignment, GPUAssignment, PoolStatus, WorkerInfo, assignment_of_one_gpu
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
     from gpu_worker_pool.config import ConfigurationManager
@@ -70,7 +72,7 @@ __all__ = ["StaleAssignmentError", "WorkerPoolManager", "WorkerTimeoutError"]
 
 _log = logging.getLogger(__name__)
 
-#: Within one process ids are never chosen twice, so only late messages need a memory.
+#: Within one process no id comes twice: only what went wrong needs to be remembered, for late messages.
 REMEMBERED_OUTCOMES = 1000
 
 
@@ -87,9 +89,15 @@ class Clock(Protocol):
 
 
 class _LoopClock:
+    """Monotonic time, whatever the loop's own time is."""
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.now = loop.time
-        self.call_at = loop.call_at
+        self._loop = loop
+
+    now = staticmethod(monotonic)
+
+    def call_at(self, when: float, callback: Callable[[], object], /) -> Timer:
+        return self._loop.call_later(when - monotonic(), callback)
 
 
 @dataclass(slots=True)
@@ -102,15 +110,16 @@ class _Waiting:
     worker: WorkerInfo | None = None
 
 
-@dataclass(slots=True)
-class _Holder:
-    """Somebody who was given GPUs."""
+class _Holder(weakref.ref[GPUAssignment]):
+    """Somebody who was given GPUs: a reference that tells when nothing else refers to the assignment any more."""
+
+    __slots__ = ("lease", "task", "worker")
 
     lease: Lease
-    worker: WorkerInfo | None = None
-    #: Tells when nothing refers to the assignment any more.
-    assignment: weakref.ref[GPUAssignment] | None = None
-    task: weakref.ref[asyncio.Task[Any]] | None = None
+    #: Who asked, while that is still running.
+    task: weakref.ref[asyncio.Task[Any]] | None
+    #: For a worker that is called back. It keeps its own assignment, so that it never looks abandoned.
+    worker: tuple[WorkerInfo, GPUAssignment] | None
 
 
 class WorkerPoolManager:
@@ -141,6 +150,7 @@ class WorkerPoolManager:
                 utilization_threshold_percent=config.get_utilization_threshold(),
                 poll_seconds=config.get_polling_interval(),
                 remember_at_most=REMEMBERED_OUTCOMES,
+                remembers_releases=False,
             )
         self._settings = settings
         self._worker_timeout = worker_timeout
@@ -158,20 +168,22 @@ class WorkerPoolManager:
         if self._pool is not None:
             raise AlreadyStartedError
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._clock: Clock = self._given_clock or _LoopClock(self._loop)
         self._now = self._clock.now
         self._waiting: dict[str, _Waiting] = {}
         self._holders: dict[str, _Holder] = {}
         self._timer: Timer | None = None
         self._timer_at = 0.0
+        #: Asked for with every reading, not with every request.
+        self._is_talkative = _log.isEnabledFor(logging.INFO)
         self._pool = Pool(self._settings)
 
     async def stop(self) -> None:
         """End every request that waits. Does nothing to a manager that is not started."""
         if self._pool is None:
             return
-        self._check_thread()
+        self._running_pool()
         self._apply(Stopped())
         if self._timer is not None:
             self._timer.cancel()
@@ -217,17 +229,29 @@ class WorkerPoolManager:
         Raises `WorkerTimeoutError` after `timeout` seconds (the pool's `worker_timeout` if None),
         `ImpossibleRequestError` at once if no GPU can ever serve it, `PoolStoppedError` if the pool stops meanwhile.
         """
-        pool = self._running_pool()
-        is_plain = count == 1 and not (memory_mb or share or min_free_memory_mb or gpu_model or exclude or priority)
-        if is_plain and only is None and policy == "thresholds" and memory_mb is None and min_free_memory_mb is None:
+        pool = self._pool
+        if pool is None or get_ident() != self._thread:
+            raise self._unusable()
+        if (
+            count == 1
+            and memory_mb is None
+            and share is False
+            and min_free_memory_mb is None
+            and gpu_model is None
+            and only is None
+            and exclude is None
+            and priority == 0
+            and policy == "thresholds"
+        ):
             wishes = PLAIN
         else:
             wishes = _wishes(count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy)
         request = self._request(wishes, label)
         now = self._now()
+        deadline = self._deadline(timeout, now)
         lease: Lease | None = None
         error: Exception | None = None
-        for effect in pool.apply(Requested(request, self._deadline(timeout, now)), now):
+        for effect in pool.apply(Requested(request, deadline), now):
             if type(effect) is Granted and effect.lease.request is request:
                 lease = effect.lease
             elif type(effect) is Ended and effect.request_id == request.request_id:
@@ -238,25 +262,26 @@ class WorkerPoolManager:
             raise error
         if lease is None:
             lease = await self._answer(pool, request)
-        return self._hand_over(lease)
+        return self._hand_over(pool, lease, current_task(self._loop))
 
     def enqueue_worker(self, worker: WorkerInfo, timeout: float | None = None, wishes: Wishes = PLAIN) -> None:
         """Ask on behalf of a worker that wants to be called back; `release_worker` gives its GPU back."""
         pool = self._running_pool()
-        known = {waiting.request.worker_id for waiting in self._waiting.values()} | self._holders.keys()
-        if worker.id in known:
+        is_waiting = any(waiting.request.worker_id == worker.id for waiting in self._waiting.values())
+        if is_waiting or worker.id in self._holders:
             raise ValueError(f"worker {worker.id!r} waits or holds a GPU already")
         request = self._request(wishes, None, worker.id)
-        self._waiting[request.request_id] = _Waiting(request, None, worker)
         now = self._now()
-        for effect in pool.apply(Requested(request, self._deadline(timeout, now)), now):
+        deadline = self._deadline(timeout, now)
+        self._waiting[request.request_id] = _Waiting(request, None, worker)
+        for effect in pool.apply(Requested(request, deadline), now):
             self._perform(effect)
 
     async def _answer(self, pool: Pool, request: Request) -> Lease:
         waiting = _Waiting(request, self._loop.create_future())
         assert waiting.answer is not None
         self._waiting[request.request_id] = waiting
-        if _log.isEnabledFor(logging.INFO):
+        if self._is_talkative:
             _log.info("%s waits: %s", request.worker_id, explain_wishes(pool, request.wishes, pool.now).summary)
         try:
             lease = await waiting.answer
@@ -272,114 +297,115 @@ class WorkerPoolManager:
 
     def _request(self, wishes: Wishes, label: str | None, worker_id: str | None = None) -> Request:
         self._serial += 1
-        request_id = f"{self._name}-{self._serial}"
-        return Request(
-            request_id, wishes, worker_id or f"worker-{request_id}", "", label, self._max_assignment_age_seconds
-        )
+        name = f"worker-{self._name}-{self._serial}"
+        return Request(name, wishes, worker_id or name, "", label, self._max_assignment_age_seconds)
 
     def _deadline(self, timeout: float | None, now: float) -> float | None:
         if timeout is None:
             timeout = self._worker_timeout
         elif not timeout >= 0:
-            raise ValueError(f"timeout must not be negative, but is {timeout!r}")
+            raise ValueError(f"timeout must be a number of seconds, 0 or more, not {timeout!r}")
         return None if timeout is None else now + timeout
 
-    def _hand_over(self, lease: Lease) -> GPUAssignment:
-        assignment = self._assignment(lease)
+    def _hand_over(
+        self, pool: Pool, lease: Lease, task: asyncio.Task[Any] | None, worker: WorkerInfo | None = None
+    ) -> GPUAssignment:
         worker_id = lease.request.worker_id
-        task = asyncio.current_task(self._loop)
-        self._holders[worker_id] = _Holder(
-            lease,
-            None,
-            weakref.ref(assignment, lambda _: self._dropped(worker_id)),
-            None if task is None else weakref.ref(task),
-        )
-        if _log.isEnabledFor(logging.INFO):
+        gpus = pool.leases.gpus_of(lease.lease_id)
+        if len(gpus) == 1 and not lease.endpoint_id:
+            gpu = gpus[0]
+            assignment = assignment_of_one_gpu(gpu.index, worker_id, datetime.now(), gpu.uuids, lease.fence)
+        else:
+            assignment = self._assignment(pool, lease)
+        holder = _Holder(assignment, self._dropped)
+        holder.lease = lease
+        holder.task = None if task is None else weakref.ref(task)
+        holder.worker = None if worker is None else (worker, assignment)
+        self._holders[worker_id] = holder
+        if self._is_talkative:
             _log.info("%s was assigned %s", worker_id, _shown(lease))
         return assignment
 
-    def _assignment(self, lease: Lease) -> GPUAssignment:
+    def _assignment(self, pool: Pool, lease: Lease) -> GPUAssignment:
+        gpus = pool.leases.gpus_of(lease.lease_id)
         worker_id = lease.request.worker_id
-        readings = [self._reading(gpu_id) for gpu_id in lease.gpu_ids]
-        uuids = [reading.uuid for reading in readings if reading.uuid is not None]
-        gpu_uuids: Sequence[str] = uuids if len(uuids) == len(readings) else ()
+        indices = [gpu.index for gpu in gpus]
+        uuids = [uuid for gpu in gpus for uuid in gpu.uuids]
+        gpu_uuids = uuids if len(uuids) == len(gpus) else ()
         if lease.endpoint_id:
             return GlobalGPUAssignment(
                 lease.gpu_ids[0],
                 lease.endpoint_id,
-                readings[0].index,
+                indices[0],
                 worker_id,
                 datetime.now(),
                 gpu_ids=lease.gpu_ids,
                 gpu_uuids=gpu_uuids,
                 fence=lease.fence,
             )
-        index = readings[0].index
-        indices = [reading.index for reading in readings] if len(readings) > 1 else ()
-        return GPUAssignment(index, worker_id, datetime.now(), gpu_ids=indices, gpu_uuids=gpu_uuids, fence=lease.fence)
-
-    def _reading(self, gpu_id: str) -> Reading:
-        reading = self._running_pool().allocator.gpus[gpu_id].last_seen
-        assert reading is not None  # nothing is granted that was never read
-        return reading
+        return GPUAssignment(
+            indices[0], worker_id, datetime.now(), gpu_ids=indices, gpu_uuids=gpu_uuids, fence=lease.fence
+        )
 
     # ---- Giving back
 
     async def release_gpu(self, assignment: GPUAssignment) -> None:
         """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back before."""
-        pool = self._running_pool()
-        worker_id = assignment.worker_id
-        holder = self._holders.get(worker_id)
+        pool = self._pool
+        if pool is None or get_ident() != self._thread:
+            raise self._unusable()
+        holder = self._holders.get(assignment.worker_id)
         if holder is None:
             self._check_already_released(pool, assignment)
             return
-        if assignment.fence not in (None, holder.lease.fence) or not self._is_of(holder.lease, assignment):
-            raise InvalidAssignmentError(f"{worker_id} holds {_shown(holder.lease)}, not GPU {assignment.gpu_id}")
-        self._release(holder)
+        if holder() is not assignment:
+            # A copy will do; another assignment will not.
+            mine = self._assignment(pool, holder.lease)
+            if assignment.gpu_ids != mine.gpu_ids or assignment.fence not in (None, mine.fence):
+                held = _shown(holder.lease)
+                raise InvalidAssignmentError(f"{assignment.worker_id} holds {held}, not GPU {assignment.gpu_id}")
+        self._release(pool, holder)
 
     def release_worker(self, worker_id: str) -> None:
         """Give back what a worker has that was enqueued to be called back."""
-        self._running_pool()
+        pool = self._running_pool()
         holder = self._holders.get(worker_id)
         if holder is None:
             raise InvalidAssignmentError(f"worker {worker_id!r} holds no GPU of this pool")
-        self._release(holder)
+        self._release(pool, holder)
 
-    def _release(self, holder: _Holder) -> None:
+    def _release(self, pool: Pool, holder: _Holder) -> None:
         lease = holder.lease
         try:
-            self._apply(Released(lease.lease_id))
+            effects = pool.apply(Released(lease.lease_id), self._now())
         except LeaseEndedError as error:
             raise StaleAssignmentError(f"{lease.request.worker_id}: {error}") from None
         del self._holders[lease.request.worker_id]
-        if _log.isEnabledFor(logging.INFO):
+        for effect in effects:
+            self._perform(effect)
+        if self._is_talkative:
             _log.info("%s released %s", lease.request.worker_id, _shown(lease))
 
     def _check_already_released(self, pool: Pool, assignment: GPUAssignment) -> None:
-        outcome = None if assignment.fence is None else pool.outcomes.of_lease(f"lease-{assignment.fence}")
-        if outcome is None or outcome.request.worker_id != assignment.worker_id:
-            raise InvalidAssignmentError(
-                f"{assignment.worker_id} holds no GPU of this pool: another pool's, or released long ago"
-            )
-        if outcome.lease_state is not LeaseState.RELEASED:
-            raise StaleAssignmentError(
-                f"{assignment.worker_id} no longer holds GPU {assignment.gpu_id}: {'; '.join(outcome.reasons)}"
-            )
+        worker_id, fence = assignment.worker_id, assignment.fence
+        outcome = None if fence is None else pool.outcomes.of_lease(f"lease-{fence}")
+        if outcome is not None and outcome.request.worker_id == worker_id:
+            why = "; ".join(outcome.reasons)
+            raise StaleAssignmentError(f"{worker_id} no longer holds GPU {assignment.gpu_id}: {why}")
+        if fence is None or fence > pool.fence or not worker_id.startswith(f"worker-{self._name}-"):
+            raise InvalidAssignmentError(f"{worker_id} holds no GPU of this pool; was it assigned by another one?")
 
-    def _is_of(self, lease: Lease, assignment: GPUAssignment) -> bool:
-        if lease.endpoint_id:
-            return tuple(assignment.gpu_ids) == lease.gpu_ids
-        return tuple(assignment.gpu_ids) == tuple(self._reading(gpu_id).index for gpu_id in lease.gpu_ids)
-
-    def _dropped(self, worker_id: str) -> None:
+    def _dropped(self, holder: _Holder) -> None:
+        if self._holders.get(holder.lease.request.worker_id) is not holder:
+            return  # it was released
         # Garbage is collected at any moment and in any thread; what it means is looked at in the loop's own time.
         with suppress(RuntimeError):  # the loop is closed, and with it the pool
-            self._loop.call_soon_threadsafe(self._abandoned, worker_id)
+            self._loop.call_soon_threadsafe(self._abandoned, holder)
 
-    def _abandoned(self, worker_id: str) -> None:
+    def _abandoned(self, holder: _Holder) -> None:
         """Nothing refers to an assignment any more. Its worker may still use the GPU, knowing only its number."""
-        holder = self._holders.get(worker_id)
-        if holder is None or self._pool is None:
+        worker_id = holder.lease.request.worker_id
+        if self._pool is None or self._holders.get(worker_id) is not holder:
             return
         _log.warning(
             "%s dropped its assignment of %s without release_gpu(); it is taken back when the task that asked for it"
@@ -424,6 +450,7 @@ class WorkerPoolManager:
     def observe(self, readings: Iterable[Reading], *, endpoint_id: str = "", age_seconds: float = 0.0) -> None:
         """Take in readings of all GPUs of an endpoint, begun so many seconds ago."""
         self._running_pool()
+        self._is_talkative = _log.isEnabledFor(logging.INFO)
         self._apply(Observed(endpoint_id, tuple(readings), self._now() - age_seconds))
 
     def endpoint_lost(self, endpoint_id: str = "") -> None:
@@ -443,11 +470,12 @@ class WorkerPoolManager:
                 continue
             active += 1
             holder = self._holders.get(lease.request.worker_id)
-            worker = holder.worker if holder is not None else None
-            if worker is None:
+            if holder is not None and holder.worker is not None:
+                worker = holder.worker[0]
+            else:
                 worker = WorkerInfo(lease.request.worker_id, wall - timedelta(seconds=now - lease.requested_at))
-            for gpu_id in lease.gpu_ids:
-                name: GPUId = gpu_id if lease.endpoint_id else self._reading(gpu_id).index
+            for gpu in pool.leases.gpus_of(lease.lease_id):
+                name: GPUId = gpu.gpu_id if lease.endpoint_id else gpu.index
                 assignments.setdefault(name, []).append(worker)
         return PoolStatus(
             total_gpus=sum(endpoint.present for endpoint in pool.allocator.endpoints.values()),
@@ -464,8 +492,8 @@ class WorkerPoolManager:
     # ---- Effects
 
     def _apply(self, event: Event) -> None:
-        pool = self._running_pool()
-        for effect in pool.apply(event, self._now()):
+        assert self._pool is not None  # whoever calls this has looked
+        for effect in self._pool.apply(event, self._now()):
             self._perform(effect)
 
     def _perform(self, effect: Effect) -> None:
@@ -488,8 +516,8 @@ class WorkerPoolManager:
             if not waiting.answer.done():
                 waiting.answer.set_result(lease)
         elif waiting.worker is not None:
-            self._holders[waiting.worker.id] = _Holder(lease, waiting.worker)
-            self._loop.call_soon(waiting.worker.callback, self._assignment(lease).gpu_id)
+            assignment = self._hand_over(self._running_pool(), lease, None, waiting.worker)
+            self._loop.call_soon(waiting.worker.callback, assignment.gpu_id)
 
     def _tell_ended(self, effect: Ended) -> None:
         waiting = self._waiting.pop(effect.request_id, None)
@@ -543,15 +571,12 @@ class WorkerPoolManager:
     # ---- Whether it may be called at all
 
     def _running_pool(self) -> Pool:
-        pool = self._pool
-        if pool is None:
-            raise NotStartedError
-        self._check_thread()
-        return pool
+        if self._pool is None or get_ident() != self._thread:
+            raise self._unusable()
+        return self._pool
 
-    def _check_thread(self) -> None:
-        if threading.get_ident() != self._thread:
-            raise WrongThreadError
+    def _unusable(self) -> NotStartedError | WrongThreadError:
+        return NotStartedError() if self._pool is None else WrongThreadError()
 
 
 def _wishes(

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -259,6 +260,23 @@ def test_several_endpoints_in_a_string_or_a_list(value: Any) -> None:
 def test_no_endpoint_at_all_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="service_endpoints must have at least one URL"):
         parse_endpoints(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("http://a:1,gpu1", "service_endpoints: 'gpu1' cannot be used: "),
+        ("http://a:1,http://root:hunter2@gpu1", "service_endpoints: '***@gpu1' cannot be used: "),
+        # The comma was in the password.
+        ("http://a:1,http://root:hunter2,34@gpu1", "service_endpoints: entry 2 cannot be used: "),
+        ([8000], "service_endpoints: a value of type int cannot be used: "),
+        ("http://a:65536", "service_endpoints: 'http://a:65536' cannot be used: there is no port 65536"),
+    ],
+)
+def test_the_error_names_the_bad_entry(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match="cannot be used") as caught:
+        parse_endpoints(value)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("again", ["http://gpu1", "HTTP://GPU1/", "http://gpu1:80", "http://gpu1:80//"])
@@ -525,6 +543,14 @@ def test_everything_has_its_documented_default() -> None:
         endpoint_max_retries=3,
         endpoint_health_check_interval=30,
     )
+
+
+def test_settings_are_frozen() -> None:
+    resolved = PoolConfig.resolve(environ={})
+    with pytest.raises(FrozenInstanceError):
+        resolved.polling_interval = 1  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        resolved.endpoints[0].url = "http://elsewhere"  # type: ignore[misc]
 
 
 FULL_ENVIRONMENT = {

@@ -24,6 +24,7 @@ from gpu_worker_pool.models import (
     MultiEndpointPoolStatus,
     PoolStatus,
     WorkerInfo,
+    assignment_of_one_gpu,
     make_global_gpu_id,
     split_global_gpu_id,
 )
@@ -241,6 +242,24 @@ def test_refuses_nonsense_and_names_it(model: type, name: str, value: Any, error
     assert value == "" or repr(value) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("model", "name", "value", "message"),
+    [
+        (GPUInfo, "memory_total_mb", "20", "memory_total_mb must be a number or None, not '20'"),
+        (GPUInfo, "memory_total_mb", -1, "memory_total_mb must be finite and not negative, but is -1"),
+        (GPUInfo, "utilization_percent", 250, "utilization_percent must be from 0 to 100, but is 250"),
+        (GPUInfo, "leased", "false", "leased must be True or False, not 'false'"),
+        (GPUStats, "sample_age_seconds", None, "sample_age_seconds must be a number, not None"),
+        (WorkerInfo, "enqueued_at", 0, "enqueued_at must be a datetime, not 0"),
+        (WorkerInfo, "callback", None, "callback must be callable, not None"),
+    ],
+)
+def test_says_what_was_expected(model: type, name: str, value: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        make(model, **{name: value})
+    assert str(caught.value) == message
+
+
 TWINS = [GPUInfo(1, "A100", 1.0, 1.0), GPUInfo(1, "A100", 2.0, 2.0)]
 
 
@@ -405,6 +424,15 @@ def test_one_pattern_matches_both_kinds_of_assignment(assignment: GPUAssignment)
             pytest.fail("no match")
 
 
+def test_a_pattern_of_a_global_assignment_reads_like_its_constructor() -> None:
+    match make(GlobalGPUAssignment):
+        case GlobalGPUAssignment(global_gpu_id, endpoint_id, local_gpu_id, worker_id, assigned_at):
+            found = [global_gpu_id, endpoint_id, local_gpu_id, worker_id, assigned_at]
+            assert found == list(DOCUMENTED[GlobalGPUAssignment].values())
+        case _:
+            pytest.fail("no match")
+
+
 @pytest.mark.parametrize("model", [GPUAssignment, GlobalGPUAssignment])
 @pytest.mark.parametrize(
     "changes",
@@ -439,7 +467,7 @@ def test_an_assignment_shows_itself() -> None:
     assert repr(GPUAssignment(0, "w", NOW)).startswith("GPUAssignment(gpu_id=0, worker_id='w', assigned_at=")
     shown = repr(make(GlobalGPUAssignment))
     assert "global_gpu_id='server1:2'" in shown
-    assert " gpu_id=" not in shown
+    assert "(gpu_id=" not in shown
 
 
 # --- workers and status ---
@@ -549,3 +577,12 @@ def test_what_is_no_global_id_is_refused(text: str) -> None:
 def test_bad_parts_of_a_global_id_are_refused(call: Callable[[], object], error: type[Exception]) -> None:
     with pytest.raises(error):
         call()
+
+
+def test_the_pool_s_own_way_to_make_an_assignment_makes_the_same_one() -> None:
+    now = datetime.now()
+    made = assignment_of_one_gpu(3, "worker-1", now, ("GPU-3",), 7)
+    assert made == GPUAssignment(3, "worker-1", now, gpu_uuids=("GPU-3",), fence=7)
+    assert hash(made) == hash(GPUAssignment(3, "worker-1", now, gpu_uuids=("GPU-3",), fence=7))
+    assert repr(made) == repr(GPUAssignment(3, "worker-1", now, gpu_uuids=("GPU-3",), fence=7))
+    assert pickle.loads(pickle.dumps(made)) == made

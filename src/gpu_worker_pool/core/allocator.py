@@ -31,10 +31,14 @@ class GPUAllocator:
         self.settings = settings
         self.endpoints: dict[str, EndpointState] = {}
         self.gpus: dict[str, GPUResourceState] = {}
+        #: GPUs on which a lease ended and that were not granted since, while fresh readings are wanted (rule 8).
+        self.freed: dict[str, GPUResourceState] = {}
         self._balancer = balancer_for(settings.strategy)
+        self._reading_max_age_seconds = settings.reading_max_age_seconds
         self._is_plain_possible = min(settings.memory_threshold_percent, settings.utilization_threshold_percent) > 0
         #: The endpoints with a free GPU, as the balancing strategy ranks them; unused while there is only one.
         self._ranked: RankedSet[EndpointState] = RankedSet()
+        self._only_endpoint: EndpointState | None = None
 
     # Readings
 
@@ -83,6 +87,7 @@ class GPUAllocator:
         endpoint = self.endpoints.get(endpoint_id)
         if endpoint is None:
             endpoint = self.endpoints[endpoint_id] = EndpointState(endpoint_id, len(self.endpoints))
+            self._only_endpoint = endpoint if len(self.endpoints) == 1 else None
             if len(self.endpoints) == 2:
                 for known in self.endpoints.values():
                     self._rank(known)
@@ -112,7 +117,7 @@ class GPUAllocator:
         return replace(wishes, priority=0) == PLAIN
 
     def is_fresh(self, endpoint: EndpointState, now: float) -> bool:
-        return now - endpoint.begun_at <= self.settings.reading_max_age_seconds
+        return now - endpoint.begun_at <= self._reading_max_age_seconds
 
     def available(self, now: float) -> int:
         """How many GPUs a request without special wishes could have."""
@@ -122,15 +127,19 @@ class GPUAllocator:
 
     def best_plain(self, kept: Collection[str], now: float) -> tuple[GPUResourceState, ...] | None:
         """The GPU for a request without special wishes."""
-        if len(self.endpoints) > 1:
+        endpoint = self._only_endpoint
+        if endpoint is not None and not kept:
+            if now - endpoint.begun_at > self._reading_max_age_seconds:
+                return None
+            gpu = endpoint.free.best()
+            return None if gpu is None else (gpu,)
+        if endpoint is None:
             endpoint = self._ranked.first(lambda endpoint: self._best_of(endpoint, kept, now) is not None)
-        else:
-            endpoint = next(iter(self.endpoints.values()), None)
         gpu = None if endpoint is None else self._best_of(endpoint, kept, now)
         return None if gpu is None else (gpu,)
 
     def _best_of(self, endpoint: EndpointState, kept: Collection[str], now: float) -> GPUResourceState | None:
-        if not self.is_fresh(endpoint, now):
+        if now - endpoint.begun_at > self._reading_max_age_seconds:
             return None
         if kept:
             return endpoint.free.first(lambda gpu: gpu.gpu_id not in kept)
@@ -157,17 +166,22 @@ class GPUAllocator:
         for gpu in gpus:
             gpu.last_fence = fence
             endpoint.free.discard(gpu)
+            self.freed.pop(gpu.gpu_id, None)
         endpoint.last_fence = fence
-        self._balancer.chosen(endpoint)
-        self._rank(endpoint)
+        if self._only_endpoint is None:
+            self._balancer.chosen(endpoint)
+            self._rank(endpoint)
 
-    def freed(self, gpus: Sequence[GPUResourceState], *, at: float, needs_reading: bool) -> None:
+    def ended(self, gpus: Sequence[GPUResourceState], now: float, read_after: float | None) -> None:
+        """A lease on them ended; readings begun before `read_after` do not show whether they are free."""
         for gpu in gpus:
-            gpu.freed_at = at
-            if needs_reading:
-                gpu.read_after = at
+            gpu.freed_at, gpu.readings_wanted = now, 0
+            self.freed[gpu.gpu_id] = gpu
+            if read_after is not None:
+                gpu.read_after = read_after
             self._index(gpu)
-        self._rank(gpus[0].endpoint)
+        if self._only_endpoint is None:
+            self._rank(gpus[0].endpoint)
 
     # Rule 5: impossible
 
@@ -177,25 +191,29 @@ class GPUAllocator:
             return ()
         reasons = []
         for endpoint in self.endpoints.values():
-            if endpoint.present == 0:
+            reason = self._shortfall(endpoint, wishes) if endpoint.present else None
+            if reason is None:
                 return ()
-            possible = 0
-            why_not: dict[str, None] = {}
-            known = [gpu.last_seen for gpu in endpoint.gpus.values() if gpu.last_seen and not gpu.is_gone]
-            for reading in known:
-                lasting = next(lasting_obstacles(reading, wishes, self.settings), None)
-                if lasting is None:
-                    possible += 1
-                    if possible == wishes.count:
-                        return ()
-                else:
-                    why_not.setdefault(f"GPU {reading.index} {lasting.text}")
-            where = f"{endpoint.endpoint_id}: " if endpoint.endpoint_id else ""
-            why = "; ".join(list(why_not)[:8])
-            reasons.append(
-                f"{where}{possible} of {len(known)} GPUs could ever serve {wishes}{f' ({why})' if why else ''}"
-            )
+            reasons.append(reason)
         return tuple(reasons)
+
+    def _shortfall(self, endpoint: EndpointState, wishes: Wishes) -> str | None:
+        """Why this endpoint can never serve it, or None. A GPU that is only missing for now counts."""
+        known = [gpu.last_seen for gpu in endpoint.gpus.values() if gpu.last_seen is not None and not gpu.is_gone]
+        possible = 0
+        why_not = []
+        for reading in known:
+            lasting = next(lasting_obstacles(reading, wishes, self.settings), None)
+            if lasting is not None:
+                why_not.append(f"GPU {reading.index} {lasting}")
+                continue
+            possible += 1
+            if possible == wishes.count:
+                return None
+        where = endpoint.endpoint_id or "this host"
+        asked = f"it asks for {wishes.count}" if wishes.count > 1 else "it asks for one"
+        why = f": {'; '.join(why_not[:8])}{'; ...' if len(why_not) > 8 else ''}" if why_not else ""
+        return f"{asked}, and {where} has {possible} of {len(known)} GPUs that could ever serve it{why}"
 
     # Inside
 
@@ -208,6 +226,10 @@ class GPUAllocator:
             return
         gpu.reading = gpu.last_seen = reading
         gpu.is_gone = False
+        gpu.index = reading.index
+        gpu.uuids = () if reading.uuid is None else (reading.uuid,)
+        memory, utilization = reading.memory_usage_percent, reading.utilization_percent
+        gpu.usage_percent = (100.0 if memory is None else memory) + (100.0 if utilization is None else utilization)
         gpu.level = LevelBefore(reading.memory_used_mb, reading.memory_usage_percent, reading.process_identities)
         # Who it was promised to is looked at in `_index`: that changes between readings.
         gpu.is_plainly_usable = (
@@ -225,7 +247,7 @@ class GPUAllocator:
             endpoint.free.discard(gpu)
 
     def _rank(self, endpoint: EndpointState) -> None:
-        if len(self.endpoints) > 1:
+        if self._only_endpoint is None:
             if len(endpoint.free):
                 self._ranked.put(endpoint, self._balancer.rank(endpoint))
             else:

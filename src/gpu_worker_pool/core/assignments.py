@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gpu_worker_pool.core.moves import LIVE_LEASE_STATES, LeaseState, check_lease_move
+from gpu_worker_pool.core.moves import LEASE_MOVES, LIVE_LEASE_STATES, IllegalMoveError, LeaseState
 from gpu_worker_pool.core.record import record
 
 if TYPE_CHECKING:
@@ -27,6 +27,15 @@ class LevelBefore:
 
 
 @record
+class Quarantine:
+    """Why and since when a GPU is nobody's, and until when at least."""
+
+    reason: str
+    since: float
+    until: float
+
+
+@record
 class Lease:
     lease_id: str
     request: Request
@@ -41,10 +50,7 @@ class Lease:
     expires_at: float | None
     #: For each of `gpu_ids`.
     levels_before: tuple[LevelBefore, ...]
-    #: In quarantine: since when, why, and until when at least.
-    quarantined_at: float | None = None
-    quarantine_reason: str = ""
-    quarantined_until: float = 0.0
+    quarantine: Quarantine | None = None
 
     @property
     def is_live(self) -> bool:
@@ -54,11 +60,17 @@ class Lease:
     def is_shareable(self) -> bool:
         return self.request.wishes.share
 
+    @property
+    def worker(self) -> str:
+        """Its holder, as others are told."""
+        return self.request.worker_id or self.request.request_id
+
     def moved(self, target: LeaseState, **changes: Any) -> Lease:
-        check_lease_move(self.state, target)
+        if target not in LEASE_MOVES[self.state]:
+            raise IllegalMoveError(f"a lease cannot go from {self.state} to {target}")
         return replace(self, state=target, **changes)
 
-    def changed(self, *, expires_at: float | None) -> Lease:
+    def extended(self, expires_at: float | None) -> Lease:
         return replace(self, expires_at=expires_at)
 
 
@@ -66,16 +78,16 @@ class WorkerAssignmentTracker:
     """All leases that are held, offered or in quarantine. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Lease] = {}
-        self._by_request: dict[str, Lease] = {}
+        #: To look at; only `assign` and `release` change it.
+        self.by_id: dict[str, Lease] = {}
         self._gpus: dict[str, Sequence[GPUResourceState]] = {}
 
     def assign(self, lease: Lease, gpus: Sequence[GPUResourceState]) -> None:
-        self._by_id[lease.lease_id] = lease
-        self._by_request[lease.request.request_id] = lease
-        self._gpus[lease.lease_id] = gpus
+        lease_id = lease.lease_id
+        self.by_id[lease_id] = lease
+        self._gpus[lease_id] = gpus
         for gpu in gpus:
-            gpu.leases[lease.lease_id] = lease
+            gpu.leases[lease_id] = lease
 
     def replace(self, lease: Lease) -> None:
         """Put a changed lease in the place of what it was."""
@@ -83,24 +95,20 @@ class WorkerAssignmentTracker:
 
     def release(self, lease_id: str) -> Sequence[GPUResourceState]:
         """Forget the lease; the GPUs it was on are returned."""
-        lease = self._by_id.pop(lease_id)
-        del self._by_request[lease.request.request_id]
+        del self.by_id[lease_id]
         gpus = self._gpus.pop(lease_id)
         for gpu in gpus:
             del gpu.leases[lease_id]
         return gpus
 
     def lookup(self, lease_id: str) -> Lease | None:
-        return self._by_id.get(lease_id)
-
-    def lookup_request(self, request_id: str) -> Lease | None:
-        return self._by_request.get(request_id)
+        return self.by_id.get(lease_id)
 
     def gpus_of(self, lease_id: str) -> Sequence[GPUResourceState]:
         return self._gpus[lease_id]
 
     def __iter__(self) -> Iterator[Lease]:
-        return iter(self._by_id.values())
+        return iter(list(self.by_id.values()))
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self.by_id)

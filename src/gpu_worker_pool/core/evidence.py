@@ -15,7 +15,7 @@ def trace_of(lease: Lease, gpu: GPUResourceState, settings: PoolSettings) -> str
     if gpu.is_gone:
         return None
     reading = gpu.reading
-    if reading is None or lease.quarantined_at is None or gpu.endpoint.begun_at <= lease.quarantined_at:
+    if reading is None or lease.quarantine is None or gpu.endpoint.begun_at <= lease.quarantine.since:
         return "not read since"
     before = lease.levels_before[lease.gpu_ids.index(gpu.gpu_id)]
     if reading.processes is not None and before.processes is not None:

@@ -6,11 +6,11 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.obstacles import Obstacle, ObstacleKind, obstacles
+from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.record import record
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.pool import Pool
-    from gpu_worker_pool.core.queue import Waiter
     from gpu_worker_pool.core.wishes import Wishes
 
 
@@ -45,8 +45,10 @@ class Explanation:
 
 def explain(pool: Pool, request_id: str, now: float) -> Explanation | None:
     """Why this request waits; None if it does not."""
-    waiter = pool.queue.lookup(request_id)
-    return None if waiter is None else _explain(pool, waiter.request.wishes, waiter, max(now, pool.now))
+    waiter = pool.requests.get(request_id)
+    if not isinstance(waiter, Waiter):
+        return None
+    return _explain(pool, waiter.request.wishes, waiter, max(now, pool.now))
 
 
 def explain_wishes(pool: Pool, wishes: Wishes, now: float) -> Explanation:
@@ -55,14 +57,9 @@ def explain_wishes(pool: Pool, wishes: Wishes, now: float) -> Explanation:
 
 
 def _explain(pool: Pool, wishes: Wishes, waiter: Waiter | None, now: float) -> Explanation:
-    if waiter is not None:
-        position = pool.queue.position(waiter)
-        order = waiter.order
-        waiting_seconds = now - waiter.enqueued_at
-    else:
-        order = (-wishes.priority, pool.ticket + 1)
-        position = 1 + sum(other.order < order for other in pool.queue.in_order())
-        waiting_seconds = 0.0
+    order = (-wishes.priority, pool.ticket + 1) if waiter is None else waiter.order
+    position = pool.queue.position(order)
+    waiting_seconds = 0.0 if waiter is None else now - waiter.enqueued_at
     keeper = pool.keeper
     kept = keeper.kept if keeper is not None and keeper.order < order else ()
 

@@ -22,13 +22,11 @@ class EndpointState:
         "begun_at",
         "endpoint_id",
         "free",
-        "freed_at",
         "gpus",
         "is_answering",
         "last_fence",
         "order",
         "present",
-        "readings_wanted",
         "turn",
     )
 
@@ -43,9 +41,6 @@ class EndpointState:
         self.present = 0
         #: When the last reading began.
         self.begun_at = -math.inf
-        #: When a GPU of it last became free, and how many readings were asked for since (rule 8).
-        self.freed_at = -math.inf
-        self.readings_wanted = 0
         #: The GPUs that a request without special wishes could have now, best first (rule 3).
         self.free: RankedSet[GPUResourceState] = RankedSet()
         #: For the balancing strategies.
@@ -61,6 +56,7 @@ class GPUResourceState:
         "endpoint",
         "freed_at",
         "gpu_id",
+        "index",
         "is_gone",
         "is_plainly_usable",
         "last_fence",
@@ -69,6 +65,9 @@ class GPUResourceState:
         "level",
         "read_after",
         "reading",
+        "readings_wanted",
+        "usage_percent",
+        "uuids",
     )
 
     def __init__(self, gpu_id: str, endpoint: EndpointState) -> None:
@@ -76,6 +75,11 @@ class GPUResourceState:
         self.endpoint = endpoint
         #: None while the GPU is missing from its endpoint's readings.
         self.reading: Reading | None = None
+        #: What it is ranked by: memory and utilization added up; what is not known may be the worst there is.
+        self.usage_percent = 200.0
+        self.index = 0
+        #: One, or none where it is not known.
+        self.uuids: tuple[str, ...] = ()
         #: The last reading there was, for what does not change: a GPU that is only missing is still part of the host.
         self.last_seen: Reading | None = None
         #: True once it ceased to exist, as MIG devices do.
@@ -86,8 +90,9 @@ class GPUResourceState:
         self.is_plainly_usable = False
         #: Everything promised on it: held, offered and in quarantine.
         self.leases: dict[str, Lease] = {}
-        #: When the last lease on it ended.
+        #: When the last lease on it ended, and how many readings were asked for since (rule 8).
         self.freed_at = -math.inf
+        self.readings_wanted = 0
         #: Readings begun before this say nothing about whether it is free.
         self.read_after = -math.inf
         #: The fence of the last grant: the lower, the longer ago.
@@ -96,12 +101,7 @@ class GPUResourceState:
     @property
     def rank(self) -> tuple[float, int, int, str]:
         """Rule 3: the least used, then the one granted longest ago, then by id."""
-        reading = self.reading
-        assert reading is not None  # only GPUs that are there are ranked
-        memory, utilization = reading.memory_usage_percent, reading.utilization_percent
-        # What is not known may be the worst there is.
-        usage = (100.0 if memory is None else memory) + (100.0 if utilization is None else utilization)
-        return (usage, self.last_fence, reading.index, self.gpu_id)
+        return (self.usage_percent, self.last_fence, self.index, self.gpu_id)
 
     def level_before_grant(self) -> LevelBefore:
         """Those who share a GPU all remember the memory used before the first of them."""

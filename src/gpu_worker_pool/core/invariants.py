@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.moves import LeaseState, RequestState
@@ -50,17 +51,16 @@ def _check_promises(pool: Pool) -> None:
 
 def _check_books(pool: Pool) -> None:
     """Everything that came in is in exactly one place."""
+    waiting = {waiter.request.request_id: waiter for waiter in pool.queue.in_order()}
+    holding = {lease.request.request_id: lease for lease in pool.leases}
+    remembered = {outcome.request.request_id: outcome for outcome in pool.outcomes}
+    must(pool.requests == {**waiting, **holding, **remembered}, "a request is not where it is looked for")
+    must(len(pool.requests) == len(waiting) + len(holding) + len(remembered), "a request is in two places")
     tally = pool.tally
-    ended = sum(tally[state] for state in RequestState if state is not RequestState.WAITING)
-    must(tally[RequestState.WAITING] == len(pool.queue) + ended, "a request ended twice, or never")
-    over = tally[LeaseState.RELEASED] + tally[LeaseState.RECLAIMED] + tally[LeaseState.LOST]
-    must(tally[RequestState.GRANTED] == len(pool.leases) + over, "a lease is neither held nor ended")
-    waiting = {waiter.request.request_id for waiter in pool.queue.in_order()}
-    holding = {lease.request.request_id for lease in pool.leases}
-    remembered = {outcome.request.request_id for outcome in pool.outcomes}
-    must(
-        len(waiting | holding | remembered) == len(waiting) + len(holding) + len(remembered), "one request, two places"
-    )
+    ended = sum(tally[state] for state in RequestState)
+    must(pool.ticket == len(waiting) + ended + pool.fence, "a request ended twice, or never")
+    over = sum(tally[state] for state in LeaseState)
+    must(pool.fence == len(holding) + over, "a lease is neither held nor ended, or both")
 
 
 def _check_queue(pool: Pool) -> None:
@@ -75,10 +75,10 @@ def _check_queue(pool: Pool) -> None:
     must(sum(len(line.waiters) for line in pool.queue.lines()) == len(pool.queue), "the lines and the queue disagree")
     keeper = pool.keeper
     if keeper is not None:
-        must(pool.queue.lookup(keeper.request.request_id) is keeper, "GPUs are kept for nobody")
+        must(pool.requests.get(keeper.request.request_id) is keeper, "GPUs are kept for nobody")
         must(len(keeper.kept) == keeper.request.wishes.count, "more or fewer GPUs are kept than were asked for")
     for waiter in pool.queue.in_order():
-        must(waiter.state is RequestState.WAITING, f"{waiter} has ended and still waits")
+        must(waiter.is_queued and waiter.state is RequestState.WAITING, f"{waiter} has ended and still waits")
         must(waiter is keeper or not waiter.kept, "GPUs are kept for two")
 
 
@@ -100,13 +100,13 @@ def _check_timers(pool: Pool) -> None:
         if waiter.deadline is not None or waiter.gives_up_at is not None:
             expected.add(("waiter", waiter.request.request_id))
     for lease in pool.leases:
-        is_in_quarantine = lease.state is LeaseState.QUARANTINED
-        if pool.now < lease.quarantined_until if is_in_quarantine else lease.expires_at is not None:
+        must((lease.quarantine is not None) == (lease.state is LeaseState.QUARANTINED), f"{lease} contradicts itself")
+        if pool.now < lease.quarantine.until if lease.quarantine is not None else lease.expires_at is not None:
             expected.add(("lease", lease.lease_id))
     running = {key for key in pool.timers.items() if key[0] != "reading"}
     must(running == expected, f"timers {running ^ expected} are missing or left over")
-    next_at = pool.timers.next_at()
-    must(next_at is None or next_at > pool.now, "something due was not done")
+    must(pool.timers.not_before <= min(pool.timers.items().values(), default=math.inf), "something may be overslept")
+    must(pool.timers.next_at() > pool.now, "something due was not done")
 
 
 def _check_nothing_forgotten(pool: Pool) -> None:

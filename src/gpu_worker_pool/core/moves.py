@@ -80,16 +80,6 @@ class IllegalMoveError(AssertionError):
     """The core tried a move that its table does not have: a bug in the core, never in its user."""
 
 
-def check_request_move(origin: RequestState, target: RequestState) -> None:
-    if target not in REQUEST_MOVES[origin]:
-        raise IllegalMoveError(f"a request cannot go from {origin} to {target}")
-
-
-def check_lease_move(origin: LeaseState, target: LeaseState) -> None:
-    if target not in LEASE_MOVES[origin]:
-        raise IllegalMoveError(f"a lease cannot go from {origin} to {target}")
-
-
 def diagram(moves: Moves, start: str) -> str:
     """The table as a Mermaid state diagram."""
     lines = ["stateDiagram-v2", f"    [*] --> {start}"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.core.moves import LeaseState
 from gpu_worker_pool.core.record import record
 from gpu_worker_pool.core.wishes import names_gpu
 
@@ -141,13 +140,12 @@ def promise_obstacles(gpu: GPUResourceState, wishes: Wishes, now: float) -> Iter
     for lease in gpu.leases.values():
         if wishes.share and lease.is_shareable:
             continue
-        since = now - (lease.granted_at if lease.quarantined_at is None else lease.quarantined_at)
-        who = lease.request.worker_id or lease.request.request_id
-        if lease.state is LeaseState.QUARANTINED:
-            text = f"in quarantine for {since:.0f} s: {lease.quarantine_reason} ({who})"
+        if lease.quarantine is not None:
+            since = now - lease.quarantine.since
+            text = f"in quarantine for {since:.0f} s: {lease.quarantine.reason} ({lease.worker})"
             yield Obstacle(ObstacleKind.QUARANTINED, text)
         else:
-            yield Obstacle(ObstacleKind.HELD, f"held by {who} for {since:.0f} s")
+            yield Obstacle(ObstacleKind.HELD, f"held by {lease.worker} for {now - lease.granted_at:.0f} s")
     needed = wishes.memory_mb
     if needed is not None:
         left = gpu.memory_left_mb()

@@ -1,18 +1,19 @@
 """The pool: every event goes in here, every decision comes out. No I/O, no clock, no randomness, no log.
 
 `apply(event, now)` is the only way to change a pool. It refuses an illegal event before it changes anything; it runs
-what time has brought due; it lets the event's handler change who holds and who waits; and it ends with `_assign`, the
-one place that decides a grant. The same events at the same times give the same pool and the same effects.
+what time has brought due; it lets the event's handler change who holds and who waits; and if that may serve somebody
+who waits, it ends with `_assign`. The same events at the same times give the same pool and the same effects.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from gpu_worker_pool.core import legality
 from gpu_worker_pool.core.allocator import GPUAllocator
-from gpu_worker_pool.core.assignments import Lease, WorkerAssignmentTracker
+from gpu_worker_pool.core.assignments import Lease, Quarantine, WorkerAssignmentTracker
 from gpu_worker_pool.core.effects import Effect, Ended, Granted, LeaseEnded, ReadingWanted, WakeAt
 from gpu_worker_pool.core.events import (
     Cancelled,
@@ -30,17 +31,21 @@ from gpu_worker_pool.core.events import (
 )
 from gpu_worker_pool.core.evidence import trace_of
 from gpu_worker_pool.core.keeping import gpus_to_keep
-from gpu_worker_pool.core.legality import check_legal
-from gpu_worker_pool.core.moves import LeaseState, RequestState, check_lease_move, check_request_move
+from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, IllegalMoveError, LeaseState, RequestState
 from gpu_worker_pool.core.queue import Line, Waiter, WorkerQueue
 from gpu_worker_pool.core.remembered import Outcome, RememberedOutcomes
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.core.timers import TimerKey, Timers
+from gpu_worker_pool.core.wishes import PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from gpu_worker_pool.core.gpus import EndpointState, GPUResourceState
+    from gpu_worker_pool.core.assignments import LevelBefore
+    from gpu_worker_pool.core.events import Request
+    from gpu_worker_pool.core.gpus import GPUResourceState
+
+    Handler = Callable[["Pool", Any, float], None]
 
 
 class Pool:
@@ -50,72 +55,82 @@ class Pool:
         self.settings = settings or PoolSettings()
         #: The time of the last event; it never goes back.
         self.now = -math.inf
-        #: Grows with every grant, and with nothing else.
+        #: Grows with every grant, and with nothing else: so many grants there were.
         self.fence = 0
-        #: Grows with every arrival.
+        #: Grows with every arrival, and with nothing else: so many requests there were.
         self.ticket = 0
-        self.allocator = GPUAllocator(self.settings)
+        #: Where each request is: it waits, or holds, or has ended and is remembered.
+        self.requests: dict[str, Waiter | Lease | Outcome] = {}
         self.queue = WorkerQueue()
         self.leases = WorkerAssignmentTracker()
-        self.outcomes = RememberedOutcomes(self.settings.remember_seconds, self.settings.remember_at_most)
+        self.outcomes = RememberedOutcomes(
+            self.requests, self.settings.remember_seconds, self.settings.remember_at_most
+        )
+        self.allocator = GPUAllocator(self.settings)
         self.timers = Timers()
-        #: How many requests and leases have come into each state, ever.
+        #: How many requests and leases have ended in each way.
         self.tally: Counter[RequestState | LeaseState] = Counter()
         #: The one waiter for whom GPUs are kept; which ones, it knows itself (rule 4).
         self.keeper: Waiter | None = None
-        self._newcomer: Waiter | None = None
-        #: GPUs that may have become eligible for somebody since the last assignment.
+        #: Whether a line was begun that has not been looked at yet.
+        self._has_new_line = False
+        #: GPUs that may have become eligible for somebody who waits, since the last assignment.
         self._improved: dict[str, GPUResourceState] = {}
-        #: Endpoints of which fresh readings are wanted while someone waits (rule 8).
-        self._freed: dict[str, EndpointState] = {}
         self._quarantined: dict[str, None] = {}
         self._effects: list[Effect] = []
         #: The earliest moment that was asked for by `WakeAt` and has not come.
-        self._wake_at: float | None = None
+        self._wake_at = math.inf
+        unserved_after_seconds = self.settings.unserved_after_seconds
+        self._unserved_after_seconds = math.inf if unserved_after_seconds is None else unserved_after_seconds
 
     def apply(self, event: Event, now: float) -> tuple[Effect, ...]:
         """Let one thing happen. Raises `IllegalEventError`, and then nothing has changed."""
-        check_legal(self, event, now)
-        now = self._advance(now)
-        self._HANDLERS[type(event)](self, event, now)
-        self._assign(now)
-        if self._run_timers(now):
+        now = now if now > self.now else self.now
+        check, handle = self._HANDLERS[type(event)]
+        if check is not None:
+            check(self, event, now)
+        if now - self.now > self._unserved_after_seconds:
+            self.resume(now, unserved_seconds=now - self.now)
+        self.now = now
+        timers = self.timers
+        if now >= timers.not_before:
+            self._run_timers(now)
+        handle(self, event, now)
+        if self._improved or self._has_new_line:
             self._assign(now)
-        self._want_readings(now)
-        self._announce()
-        effects, self._effects = tuple(self._effects), []
+        if now >= timers.not_before and self._run_timers(now):
+            self._assign(now)
+        if self.allocator.freed and self.queue.waiting:
+            self._want_readings(now)
+        if timers.not_before < self._wake_at or now >= self._wake_at:
+            self._announce()
+        if not self._effects:
+            return ()
+        effects = tuple(self._effects)
+        self._effects.clear()
         return effects
 
-    # ---- Coming back from what was saved
-
-    def readopt_lease(self, lease: Lease) -> None:
-        self.leases.assign(lease, tuple(self.allocator.gpu(gpu_id, lease.endpoint_id) for gpu_id in lease.gpu_ids))
-        if lease.state is LeaseState.QUARANTINED:
-            self._quarantined[lease.lease_id] = None
-        self._set_lease_timer(lease)
-
-    def readopt_waiter(self, waiter: Waiter, line: Line) -> None:
-        self.queue.enqueue(waiter, line)
-        self._set_waiter_timer(waiter)
-        if waiter.kept:
-            self.keeper = waiter
+    def readopt(self, known: Waiter | Lease | Outcome) -> None:
+        """Take back what was saved; oldest first."""
+        self.requests[known.request.request_id] = known
+        if isinstance(known, Waiter):
+            wishes = known.request.wishes
+            self.queue.enqueue(known, Line(wishes, is_plain=self.allocator.is_plain(wishes)))
+            self._set_waiter_timer(known)
+            self.keeper = known if known.kept else self.keeper
+        elif isinstance(known, Lease):
+            self.leases.assign(known, [self.allocator.gpu(gpu_id, known.endpoint_id) for gpu_id in known.gpu_ids])
+            self._set_lease_timer(known)
+            if known.state is LeaseState.QUARANTINED:
+                self._quarantined[known.lease_id] = None
+        else:
+            self.outcomes.add(known)
 
     # ---- Time
 
     def was_unserved(self, now: float) -> bool:
         """Rule 10: whether so much time has passed since the last event that nobody can have served the ledger."""
-        limit = self.settings.unserved_after_seconds
-        return limit is not None and now - self.now > limit and self.now > -math.inf
-
-    def _advance(self, now: float) -> float:
-        now = max(now, self.now)
-        if self.was_unserved(now):
-            self.resume(now, unserved_seconds=now - self.now)
-        self.now = now
-        if self._wake_at is not None and self._wake_at <= now:
-            self._wake_at = None
-        self._run_timers(now)
-        return now
+        return now - self.now > self._unserved_after_seconds
 
     def _run_timers(self, now: float) -> bool:
         has_run = False
@@ -123,8 +138,8 @@ class Pool:
             has_run = True
             kind, name = key
             if kind == "waiter":
-                waiter = self.queue.lookup(name)
-                assert waiter is not None  # its timer is cleared when it leaves the queue
+                waiter = self.requests[name]
+                assert isinstance(waiter, Waiter)  # its timer is cleared when it leaves the queue
                 has_timed_out = waiter.deadline is not None and waiter.deadline <= now
                 self._end_request(waiter, RequestState.TIMED_OUT if has_timed_out else RequestState.GIVEN_UP, now)
             elif kind == "lease":
@@ -140,53 +155,35 @@ class Pool:
         return has_run
 
     def _announce(self) -> None:
+        if self._wake_at <= self.now:
+            self._wake_at = math.inf
         at = self.timers.next_at()
-        if at is not None and (self._wake_at is None or at < self._wake_at):
+        if at < self._wake_at:
             self._wake_at = at
             self._effects.append(WakeAt(at))
 
     # ---- Rule 4: order. Rule 6: every request ends exactly once
 
     def _assign(self, now: float) -> None:
-        """Grant whatever can be granted, in order. Ends every event; nothing else grants."""
-        if self._newcomer is not None and not self._admit(self._newcomer, now):
-            return
-        if not self.queue:
-            self._improved.clear()
-            return
+        """Grant whatever can be granted to those who wait, in order."""
+        self._has_new_line = False
         kept: Sequence[str] = ()
         for line, waiter in self.queue.heads():
             gpus = self._choose(line, kept, now)
             if gpus is not None:
-                self._grant(waiter, gpus, now)
+                self._leave_queue(waiter, RequestState.GRANTED)
+                self._grant(waiter.request, waiter.enqueued_at, waiter.asking_until, gpus, now)
                 continue
             line.tried = True
             if not kept and now - waiter.enqueued_at >= self.settings.max_bypass_seconds:
                 kept = self._keep(waiter, now)
         self._improved.clear()
 
-    def _admit(self, newcomer: Waiter, now: float) -> bool:
-        """Serve a newcomer that meets no queue, or let it wait; True if others must be looked at as well."""
-        self._newcomer = None
-        wishes = newcomer.request.wishes
-        line = self.queue.line(wishes) or Line(wishes, is_plain=self.allocator.is_plain(wishes))
-        if not self.queue:
-            gpus = self._choose(line, (), now)
-            if gpus is not None:
-                self._grant(newcomer, gpus, now)
-                return False
-            line.tried = True
-        self.queue.enqueue(newcomer, line)
-        self._set_waiter_timer(newcomer)
-        # Nothing improved, and it stands behind others of whom no one can be served.
-        return bool(self._improved) or not line.tried
-
     def _choose(self, line: Line, kept: Sequence[str], now: float) -> tuple[GPUResourceState, ...] | None:
-        allocator = self.allocator
+        allocator, wishes = self.allocator, line.wishes
         if line.is_plain:
             return allocator.best_plain(kept, now)
-        wishes = line.wishes
-        candidates = list(allocator.gpus.values())
+        candidates: Iterable[GPUResourceState] = allocator.gpus.values()
         if line.tried:
             changed = [gpu for gpu in self._improved.values() if allocator.is_eligible(gpu, wishes, now)]
             if not changed:
@@ -206,44 +203,51 @@ class Pool:
         self.keeper = waiter if kept else None
         return kept
 
-    def _grant(self, waiter: Waiter, gpus: tuple[GPUResourceState, ...], now: float) -> None:
-        request = waiter.request
+    def _grant(
+        self,
+        request: Request,
+        requested_at: float,
+        asking_until: float | None,
+        gpus: tuple[GPUResourceState, ...],
+        now: float,
+    ) -> None:
+        """The one place that grants."""
         self.fence = fence = self.fence + 1
         # Rule 9: an asker that does not listen just now has `claim_seconds` to come back.
-        is_listening = waiter.asking_until is None or now <= waiter.asking_until
-        state = LeaseState.HELD if is_listening else LeaseState.OFFERED
-        expires_at = None
-        if request.ttl_seconds is not None:
-            expires_at = now + (request.ttl_seconds if is_listening else self.settings.claim_seconds)
+        state, expires_at = LeaseState.HELD, None
+        if asking_until is not None and now > asking_until:
+            state, expires_at = LeaseState.OFFERED, now + self.settings.claim_seconds
+        elif request.ttl_seconds is not None:
+            expires_at = now + request.ttl_seconds
+        gpu = gpus[0]
+        gpu_ids: tuple[str, ...] = (gpu.gpu_id,)
+        levels_before: tuple[LevelBefore, ...] = (gpu.level,)
+        if len(gpus) > 1 or gpu.leases:
+            gpu_ids = tuple([gpu.gpu_id for gpu in gpus])
+            levels_before = tuple([gpu.level_before_grant() for gpu in gpus])
+        endpoint_id = gpu.endpoint.endpoint_id
         lease = Lease(
-            f"lease-{fence}",
-            request,
-            gpus[0].endpoint.endpoint_id,
-            tuple([gpu.gpu_id for gpu in gpus]),
-            fence,
-            state,
-            waiter.enqueued_at,
-            now,
-            expires_at,
-            tuple([gpu.level_before_grant() for gpu in gpus]),
+            f"lease-{fence}", request, endpoint_id, gpu_ids, fence, state, requested_at, now, expires_at, levels_before
         )
-        self._leave_queue(waiter, RequestState.GRANTED)
+        self.requests[request.request_id] = lease
         self.leases.assign(lease, gpus)
         self.allocator.granted(gpus, fence)
-        self._set_lease_timer(lease)
-        self.tally[state] += 1
+        if expires_at is not None:
+            self._set_lease_timer(lease)
         self._effects.append(Granted(lease))
 
     def _end_request(self, waiter: Waiter, state: RequestState, now: float, reasons: tuple[str, ...] = ()) -> None:
         self._leave_queue(waiter, state)
-        self._remember(Outcome(waiter.request, state, now, reasons))
+        self.tally[state] += 1
+        self.outcomes.add(Outcome(waiter.request, state, now, reasons))
         self._effects.append(Ended(waiter.request.request_id, state, reasons))
 
     def _leave_queue(self, waiter: Waiter, state: RequestState) -> None:
-        check_request_move(waiter.state, state)
+        if state not in REQUEST_MOVES[waiter.state]:
+            raise IllegalMoveError(f"a request cannot go from {waiter.state} to {state}")
         waiter.state = state
-        self.tally[state] += 1
-        if self.queue.remove(waiter.request.request_id) is not None:
+        if waiter.is_queued:
+            self.queue.remove(waiter)
             self.timers.clear(("waiter", waiter.request.request_id))
             if waiter is self.keeper:
                 self._improve(waiter.kept)
@@ -251,44 +255,62 @@ class Pool:
 
     def _set_waiter_timer(self, waiter: Waiter) -> None:
         key: TimerKey = ("waiter", waiter.request.request_id)
-        moments = [at for at in (waiter.deadline, waiter.gives_up_at) if at is not None]
-        if moments:
-            self.timers.set(key, min(moments))
+        at = min(
+            math.inf if waiter.deadline is None else waiter.deadline,
+            math.inf if waiter.gives_up_at is None else waiter.gives_up_at,
+        )
+        if at < math.inf:
+            self.timers.set(key, at)
         else:
             self.timers.clear(key)
 
     # ---- Rule 5: impossible requests fail at once. Rule 9: ids are remembered
 
     def _requested(self, event: Requested, now: float) -> None:
-        request = event.request
-        waiter = self.queue.lookup(request.request_id)
-        if waiter is not None:
-            self._listens(waiter, event, now)
-            self._set_waiter_timer(waiter)
+        request, queue, allocator = event.request, self.queue, self.allocator
+        known = self.requests.get(request.request_id)
+        if known is not None:
+            self._asked_again(known, event, now)
             return
-        lease = self.leases.lookup_request(request.request_id)
-        if lease is not None:
-            if lease.state is LeaseState.OFFERED:
-                lease = self._renew(lease, LeaseState.HELD, now)
-            if lease.is_live:
-                self._effects.append(Granted(lease))
-            else:
-                self._effects.append(Ended(request.request_id, RequestState.GRANTED, (lease.quarantine_reason,)))
-            return
-        outcome = self.outcomes.of_request(request.request_id)
-        if outcome is not None:
-            self._effects.append(Ended(request.request_id, outcome.state, outcome.reasons))
-            return
-
         self.ticket += 1
-        self.tally[RequestState.WAITING] += 1
+        wishes = request.wishes
+        meets_nobody = not queue.waiting
+        if meets_nobody:
+            # Nobody could be passed over: it is served at once, if it can be.
+            if wishes is PLAIN or allocator.is_plain(wishes):
+                gpus = allocator.best_plain((), now)
+            else:
+                gpus = allocator.best(wishes, allocator.gpus.values(), (), now)
+            if gpus is not None:
+                self._grant(request, now, event.asking_until, gpus, now)
+                return
         waiter = Waiter(request, self.ticket, now)
         self._listens(waiter, event, now)
-        reasons = self.allocator.impossible(request.wishes)
+        reasons = allocator.impossible(wishes)
         if reasons:
             self._end_request(waiter, RequestState.REJECTED, now, reasons)
-        else:
-            self._newcomer = waiter
+            return
+        line = queue.line(wishes)
+        if line is None:
+            line = Line(wishes, is_plain=allocator.is_plain(wishes))
+            line.tried = meets_nobody
+            self._has_new_line = not meets_nobody
+        waiter.is_queued = True
+        queue.enqueue(waiter, line)
+        self.requests[request.request_id] = waiter
+        self._set_waiter_timer(waiter)
+
+    def _asked_again(self, known: Waiter | Lease | Outcome, event: Requested, now: float) -> None:
+        if isinstance(known, Waiter):
+            self._listens(known, event, now)
+            self._set_waiter_timer(known)
+        elif isinstance(known, Outcome):
+            self._effects.append(Ended(known.request.request_id, known.state, known.reasons))
+        elif known.is_live:
+            self._effects.append(Granted(self._renew(known, now) if known.state is LeaseState.OFFERED else known))
+        elif known.quarantine is not None:
+            reasons = (known.quarantine.reason,)
+            self._effects.append(Ended(known.request.request_id, RequestState.GRANTED, reasons))
 
     def _listens(self, waiter: Waiter, event: Requested, now: float) -> None:
         waiter.deadline = event.deadline
@@ -296,20 +318,14 @@ class Pool:
         if event.asking_until is not None:
             waiter.gives_up_at = max(event.asking_until, now) + self.settings.patience_seconds
 
-    def _remember(self, outcome: Outcome) -> None:
-        self.outcomes.add(outcome)
-        self.outcomes.forget_old(outcome.at)
-
     # ---- Rule 7: a cancelled waiter that was granted in the same instant gives the GPU back
 
     def _cancelled(self, event: Cancelled, now: float) -> None:
-        waiter = self.queue.lookup(event.request_id)
-        if waiter is not None:
-            self._end_request(waiter, RequestState.CANCELLED, now)
-            return
-        lease = self.leases.lookup_request(event.request_id)
-        if lease is not None and lease.is_live:
-            self._end_lease(lease, LeaseState.RELEASED, now)
+        known = self.requests.get(event.request_id)
+        if isinstance(known, Waiter):
+            self._end_request(known, RequestState.CANCELLED, now)
+        elif isinstance(known, Lease) and known.is_live:
+            self._end_lease(known, LeaseState.RELEASED, now)
 
     def _stopped(self, event: Stopped, now: float) -> None:
         for waiter in self.queue.in_order():
@@ -318,88 +334,94 @@ class Pool:
     # ---- Rule 8: release hands on at once
 
     def _released(self, event: Released, now: float) -> None:
-        lease = self.leases.lookup(event.lease_id)
+        lease = self.leases.by_id.get(event.lease_id)
         if lease is not None:
             self._end_lease(lease, LeaseState.RELEASED, now)
 
     def _end_lease(self, lease: Lease, state: LeaseState, now: float, reason: str = "") -> None:
-        check_lease_move(lease.state, state)
-        # What was never told to anybody was never used, and an assignment within one process goes straight on.
-        needs_reading = lease.request.ttl_seconds is not None and lease.state is not LeaseState.OFFERED
-        ended_at = now if lease.quarantined_at is None else lease.quarantined_at
-        gpus = self.leases.release(lease.lease_id)
-        self.allocator.freed(gpus, at=ended_at, needs_reading=needs_reading)
-        if lease.request.ttl_seconds is not None or lease.state is LeaseState.QUARANTINED:
+        if state not in LEASE_MOVES[lease.state]:
+            raise IllegalMoveError(f"a lease cannot go from {lease.state} to {state}")
+        read_after = None
+        if lease.quarantine is not None:
+            read_after = lease.quarantine.since
+            del self._quarantined[lease.lease_id]
             self.timers.clear(("lease", lease.lease_id))
-            self._quarantined.pop(lease.lease_id, None)
+        elif lease.expires_at is not None:
+            # What was never told to anybody was never used; an assignment within one process goes straight on.
+            read_after = now if lease.state is LeaseState.HELD else None
+            self.timers.clear(("lease", lease.lease_id))
+        gpus = self.leases.release(lease.lease_id)
+        self.allocator.ended(gpus, now, read_after)
+        if self.queue.waiting:
+            self._improve(lease.gpu_ids)
         self.tally[state] += 1
-        self._remember(Outcome(lease.request, RequestState.GRANTED, now, (reason,) if reason else (), lease, state))
+        if state is LeaseState.RELEASED and not self.settings.remembers_releases:
+            del self.requests[lease.request.request_id]
+        else:
+            reasons = (reason,) if reason else ()
+            self.outcomes.add(Outcome(lease.request, RequestState.GRANTED, now, reasons, lease, state))
         if reason:
             self._effects.append(LeaseEnded(lease, state, reason))
-        self._look_again(gpus[0].endpoint, now)
-        if self.queue:
-            self._improve(lease.gpu_ids)
 
     def _improve(self, gpu_ids: Sequence[str]) -> None:
         for gpu_id in gpu_ids:
             self._improved[gpu_id] = self.allocator.gpus[gpu_id]
 
-    def _look_again(self, endpoint: EndpointState, now: float) -> None:
-        endpoint.freed_at = now
-        endpoint.readings_wanted = 0
-        self._freed[endpoint.endpoint_id] = endpoint
-
     def _want_readings(self, now: float) -> None:
-        if not self._freed or not self.queue:
-            return
         delays = self.settings.reading_delays_seconds
-        for endpoint in list(self._freed.values()):
-            if endpoint.freed_at + delays[endpoint.readings_wanted] <= now:
-                self._effects.append(ReadingWanted(endpoint.endpoint_id))
-                while endpoint.readings_wanted < len(delays):
-                    if endpoint.freed_at + delays[endpoint.readings_wanted] > now:
-                        break
-                    endpoint.readings_wanted += 1
-            if endpoint.readings_wanted == len(delays):
-                del self._freed[endpoint.endpoint_id]
+        wanted: dict[str, None] = {}
+        for gpu in list(self.allocator.freed.values()):
+            endpoint_id = gpu.endpoint.endpoint_id
+            while gpu.freed_at + delays[gpu.readings_wanted] <= now:
+                wanted[endpoint_id] = None
+                gpu.readings_wanted += 1
+                if gpu.readings_wanted == len(delays):
+                    del self.allocator.freed[gpu.gpu_id]
+                    break
             else:
-                next_at = endpoint.freed_at + delays[endpoint.readings_wanted]
-                self.timers.set(("reading", endpoint.endpoint_id), next_at)
+                at = gpu.freed_at + delays[gpu.readings_wanted]
+                known_at = self.timers.get(("reading", endpoint_id))
+                if known_at is None or at < known_at:
+                    self.timers.set(("reading", endpoint_id), at)
+        self._effects.extend(map(ReadingWanted, wanted))
 
     # ---- Rule 9: renewing. Rule 10: time in which nobody served does not count
 
     def _renewed(self, event: Renewed, now: float) -> None:
         lease = self.leases.lookup(event.lease_id)
         assert lease is not None  # else it was not legal
-        self._effects.append(Granted(self._renew(lease, lease.state, now)))
+        self._effects.append(Granted(self._renew(lease, now)))
 
-    def _renew(self, lease: Lease, state: LeaseState, now: float) -> Lease:
+    def _renew(self, lease: Lease, now: float) -> Lease:
+        """Held for another TTL, or, if it was only offered, from now on."""
         ttl_seconds = lease.request.ttl_seconds
         expires_at = None if ttl_seconds is None else now + ttl_seconds
-        if state is lease.state:
-            lease = lease.changed(expires_at=expires_at)
+        if lease.state is LeaseState.OFFERED:
+            self.timers.clear(("lease", lease.lease_id))
+            lease = lease.moved(LeaseState.HELD, expires_at=expires_at)
         else:
-            lease = lease.moved(state, expires_at=expires_at)
-            self.tally[state] += 1
-        self.leases.replace(lease)
-        self._set_lease_timer(lease)
+            lease = lease.extended(expires_at)
+        self._replace_lease(lease)
         return lease
 
+    def _replace_lease(self, lease: Lease) -> None:
+        self.leases.replace(lease)
+        self.requests[lease.request.request_id] = lease
+        self._set_lease_timer(lease)
+
     def _set_lease_timer(self, lease: Lease) -> None:
-        if lease.state is LeaseState.QUARANTINED:
-            self.timers.set(("lease", lease.lease_id), lease.quarantined_until)
+        if lease.quarantine is not None:
+            self.timers.set(("lease", lease.lease_id), lease.quarantine.until)
         elif lease.expires_at is not None:
             grace = self.settings.expiry_grace_seconds if lease.state is LeaseState.HELD else 0.0
             self.timers.set(("lease", lease.lease_id), lease.expires_at + grace)
 
     def resume(self, now: float, unserved_seconds: float) -> None:
         """Nobody served the ledger for a while: every lease and every waiter gets one full TTL."""
-        for lease in list(self.leases):
+        for lease in self.leases:
             if lease.is_live and lease.expires_at is not None:
                 ttl_seconds = lease.request.ttl_seconds or self.settings.default_ttl_seconds
-                lease = lease.changed(expires_at=max(lease.expires_at, now + ttl_seconds))
-                self.leases.replace(lease)
-                self._set_lease_timer(lease)
+                self._replace_lease(lease.extended(max(lease.expires_at, now + ttl_seconds)))
         for waiter in self.queue.in_order():
             if waiter.gives_up_at is not None:
                 ttl_seconds = waiter.request.ttl_seconds or self.settings.default_ttl_seconds
@@ -421,19 +443,15 @@ class Pool:
     # ---- Rule 11: quarantine
 
     def _quarantine(self, lease: Lease, reason: str, until: float, now: float) -> None:
-        lease = lease.moved(
-            LeaseState.QUARANTINED, quarantined_at=now, quarantine_reason=reason, quarantined_until=until
-        )
-        self.leases.replace(lease)
+        lease = lease.moved(LeaseState.QUARANTINED, quarantine=Quarantine(reason, now, until))
+        self._replace_lease(lease)
         self._quarantined[lease.lease_id] = None
-        self._set_lease_timer(lease)
-        self.tally[LeaseState.QUARANTINED] += 1
+        self.allocator.ended(self.leases.gpus_of(lease.lease_id), now, None)
         self._effects.append(LeaseEnded(lease, LeaseState.QUARANTINED, reason))
-        self._look_again(self.allocator.endpoints[lease.endpoint_id], now)
 
     def _review(self, lease: Lease, now: float) -> None:
         """End a quarantine if it has lasted long enough and no reading speaks against it."""
-        if now < lease.quarantined_until:
+        if lease.quarantine is None or now < lease.quarantine.until:
             return
         gpus = self.leases.gpus_of(lease.lease_id)
         if all(trace_of(lease, gpu, self.settings) is None for gpu in gpus):
@@ -459,8 +477,10 @@ class Pool:
             self._improved.update(endpoint.gpus)
             if not was_known:
                 self._reject_impossible(now)
-        elif endpoint.begun_at > endpoint.freed_at:
-            self._freed.pop(endpoint.endpoint_id, None)
+        else:
+            for gpu in list(self.allocator.freed.values()):
+                if gpu.endpoint is endpoint and gpu.freed_at < endpoint.begun_at:
+                    del self.allocator.freed[gpu.gpu_id]
 
     def _reject_impossible(self, now: float) -> None:
         for line in self.queue.lines():
@@ -491,18 +511,19 @@ class Pool:
     def _ticked(self, event: Ticked, now: float) -> None:
         self.outcomes.forget_old(now)
 
-    _HANDLERS: Mapping[type[Any], Callable[[Pool, Any, float], None]] = {
-        Requested: _requested,
-        Cancelled: _cancelled,
-        Released: _released,
-        Renewed: _renewed,
-        HolderGone: _holder_gone,
-        QuarantineEnded: _quarantine_ended,
-        Observed: _observed,
-        Unreachable: _unreachable,
-        GPUsVanished: _vanished,
-        Ticked: _ticked,
-        Stopped: _stopped,
+    #: For each event, what may forbid it and what it does.
+    _HANDLERS: ClassVar[Mapping[type[Any], tuple[Handler | None, Handler]]] = {
+        Requested: (legality.check_requested, _requested),
+        Cancelled: (legality.check_cancelled, _cancelled),
+        Released: (legality.check_released, _released),
+        Renewed: (legality.check_renewed, _renewed),
+        HolderGone: (None, _holder_gone),
+        QuarantineEnded: (legality.check_quarantine_ended, _quarantine_ended),
+        Observed: (None, _observed),
+        Unreachable: (None, _unreachable),
+        GPUsVanished: (None, _vanished),
+        Ticked: (None, _ticked),
+        Stopped: (None, _stopped),
     }
 
     def __repr__(self) -> str:

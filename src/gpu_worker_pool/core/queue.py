@@ -32,6 +32,8 @@ class Waiter:
     #: The GPUs kept for it, while it is the one for whom GPUs are kept.
     kept: tuple[str, ...] = ()
     state: RequestState = RequestState.WAITING
+    #: False for one that is rejected as soon as it comes.
+    is_queued: bool = False
 
     @property
     def order(self) -> tuple[int, int]:
@@ -62,44 +64,39 @@ class WorkerQueue:
 
     def __init__(self) -> None:
         self._lines: dict[Wishes, Line] = {}
-        self._waiters: dict[str, Waiter] = {}
+        #: How many they are.
+        self.waiting = 0
 
     def enqueue(self, waiter: Waiter, line: Line | None = None) -> None:
         """Let it wait in its line; `line` is the one to begin where there is none for these wishes yet."""
         wishes = waiter.request.wishes
         line = self._lines.setdefault(wishes, line or Line(wishes, is_plain=False))
         line.waiters[waiter.request.request_id] = waiter
-        self._waiters[waiter.request.request_id] = waiter
+        self.waiting += 1
 
     def dequeue(self) -> Waiter | None:
         """Take the first in order off the queue."""
-        if not self._lines:
-            return None
-        waiter = min((line.head for line in self._lines.values()), key=lambda head: head.order)
-        self.remove(waiter.request.request_id)
-        return waiter
+        for _, waiter in self.heads():
+            self.remove(waiter)
+            return waiter
+        return None
 
-    def remove(self, request_id: str) -> Waiter | None:
-        waiter = self._waiters.pop(request_id, None)
-        if waiter is not None:
-            line = self._lines[waiter.request.wishes]
-            del line.waiters[request_id]
-            if not line.waiters:
-                del self._lines[line.wishes]
-        return waiter
+    def remove(self, waiter: Waiter) -> None:
+        line = self._lines[waiter.request.wishes]
+        del line.waiters[waiter.request.request_id]
+        self.waiting -= 1
+        if not line.waiters:
+            del self._lines[line.wishes]
 
     def clear(self) -> list[Waiter]:
         """Take all of them off, in order."""
         waiters = self.in_order()
         self._lines.clear()
-        self._waiters.clear()
+        self.waiting = 0
         return waiters
 
     def size(self) -> int:
-        return len(self._waiters)
-
-    def lookup(self, request_id: str) -> Waiter | None:
-        return self._waiters.get(request_id)
+        return self.waiting
 
     def line(self, wishes: Wishes) -> Line | None:
         return self._lines.get(wishes)
@@ -121,12 +118,15 @@ class WorkerQueue:
                 heappop(heads)
 
     def in_order(self) -> list[Waiter]:
-        return sorted(self._waiters.values(), key=lambda waiter: waiter.order)
+        waiters = [waiter for line in self._lines.values() for waiter in line.waiters.values()]
+        return sorted(waiters, key=lambda waiter: waiter.order)
 
-    def position(self, waiter: Waiter) -> int:
-        """1 is next."""
-        order = waiter.order
-        return 1 + sum(other.order < order for other in self._waiters.values())
+    def position(self, order: tuple[int, int]) -> int:
+        """The place of a waiter of this order; 1 is next."""
+        return 1 + sum(waiter.order < order for line in self._lines.values() for waiter in line.waiters.values())
+
+    def __bool__(self) -> bool:
+        return self.waiting > 0
 
     def __len__(self) -> int:
-        return len(self._waiters)
+        return self.waiting

@@ -22,12 +22,13 @@ class RankedSet(Generic[Item]):
 
     def put(self, item: Item, rank: tuple[Any, ...]) -> None:
         """Add it, or move it to its new rank."""
-        if self._rank.get(item) == rank:
+        ranks, heap = self._rank, self._heap
+        if ranks.get(item) == rank:
             return
-        self._rank[item] = rank
-        heappush(self._heap, (rank, item))
-        if len(self._heap) > 2 * len(self._rank) + 64:
-            self._heap = [(rank, item) for item, rank in self._rank.items()]
+        ranks[item] = rank
+        heappush(heap, (rank, item))
+        if len(heap) > 2 * len(ranks) + 64:
+            self._heap = [(rank, item) for item, rank in ranks.items()]
             heapify(self._heap)
 
     def discard(self, item: Item) -> None:

@@ -66,7 +66,7 @@ class Reading:
         if total is not None and used is not None:
             if used > total:
                 self._spoil("memory_used_mb", f"{used} MB of {total} MB used")
-            elif self.memory_usage_percent is None and total > 0 and self.fault is None:
+            elif self.memory_usage_percent is None and total > 0:
                 object.__setattr__(self, "memory_usage_percent", 100.0 * used / total)
 
     def _spoil(self, field: str, fault: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import TYPE_CHECKING
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.core.record import record
 
@@ -28,41 +29,41 @@ class Outcome:
 
 
 class RememberedOutcomes:
-    """Outcomes in the order they came, forgotten after a time or when there are too many."""
+    """Outcomes in the order they came, forgotten after a time or when there are too many.
 
-    def __init__(self, seconds: float, at_most: int | None) -> None:
+    `requests` is the pool's own record of where each request is: what is forgotten leaves it.
+    """
+
+    def __init__(self, requests: dict[str, Any], seconds: float, at_most: int | None) -> None:
+        self._requests = requests
         self._seconds = seconds
-        self._at_most = at_most
-        self._by_request: OrderedDict[str, Outcome] = OrderedDict()
+        self._at_most = math.inf if at_most is None else at_most
+        self._outcomes: deque[Outcome] = deque()
         self._by_lease: dict[str, Outcome] = {}
 
     def add(self, outcome: Outcome) -> None:
-        self._by_request[outcome.request.request_id] = outcome
+        self._requests[outcome.request.request_id] = outcome
+        self._outcomes.append(outcome)
         if outcome.lease is not None:
             self._by_lease[outcome.lease.lease_id] = outcome
-        if self._at_most is not None and len(self._by_request) > self._at_most:
+        if len(self._outcomes) > self._at_most:
             self._forget_first()
 
     def forget_old(self, now: float) -> None:
-        while self._by_request:
-            first = next(iter(self._by_request.values()))
-            if now - first.at < self._seconds:
-                return
+        while self._outcomes and now - self._outcomes[0].at >= self._seconds:
             self._forget_first()
 
     def _forget_first(self) -> None:
-        _, outcome = self._by_request.popitem(last=False)
+        outcome = self._outcomes.popleft()
+        del self._requests[outcome.request.request_id]
         if outcome.lease is not None:
             del self._by_lease[outcome.lease.lease_id]
-
-    def of_request(self, request_id: str) -> Outcome | None:
-        return self._by_request.get(request_id)
 
     def of_lease(self, lease_id: str) -> Outcome | None:
         return self._by_lease.get(lease_id)
 
     def __iter__(self) -> Iterator[Outcome]:
-        return iter(self._by_request.values())
+        return iter(self._outcomes)
 
     def __len__(self) -> int:
-        return len(self._by_request)
+        return len(self._outcomes)

@@ -7,11 +7,11 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from gpu_worker_pool.core.assignments import Lease, LevelBefore
+from gpu_worker_pool.core.assignments import Lease, LevelBefore, Quarantine
 from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.core.moves import LeaseState, RequestState
 from gpu_worker_pool.core.pool import Pool
-from gpu_worker_pool.core.queue import Line, Waiter
+from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.remembered import Outcome
 from gpu_worker_pool.core.wishes import Wishes
 
@@ -31,10 +31,10 @@ MOMENTS = frozenset(
         "gives_up_at",
         "granted_at",
         "now",
-        "quarantined_at",
-        "quarantined_until",
         "read_after",
         "requested_at",
+        "since",
+        "until",
     }
 )
 
@@ -89,14 +89,12 @@ def restore(
         gpu.last_fence = row["last_fence"]
         gpu.is_gone = row["is_gone"]
     for row in saved["leases"]:
-        lease = _lease(row, are_processes_known=clock_began_anew_at is None)
-        pool.readopt_lease(lease)
+        pool.readopt(_lease(row, are_processes_known=clock_began_anew_at is None))
     for row in saved["waiters"]:
-        request = _request(row["request"])
-        waiter = Waiter(**{**row, "request": request, "state": RequestState(row["state"]), "kept": tuple(row["kept"])})
-        pool.readopt_waiter(waiter, Line(request.wishes, is_plain=pool.allocator.is_plain(request.wishes)))
+        request, state = _request(row["request"]), RequestState(row["state"])
+        pool.readopt(Waiter(**{**row, "request": request, "state": state, "kept": tuple(row["kept"])}))
     for row in saved["outcomes"]:
-        pool.outcomes.add(_outcome(row))
+        pool.readopt(_outcome(row))
     if clock_began_anew_at is not None:
         pool.resume(clock_began_anew_at, unserved_seconds=0.0)
     return pool
@@ -150,6 +148,7 @@ def _lease(row: dict[str, Any], *, are_processes_known: bool = True) -> Lease:
             "gpu_ids": tuple(row["gpu_ids"]),
             "state": LeaseState(row["state"]),
             "levels_before": levels,
+            "quarantine": None if row["quarantine"] is None else Quarantine(**row["quarantine"]),
         }
     )
 

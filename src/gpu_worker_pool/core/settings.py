@@ -26,6 +26,8 @@ class PoolSettings:
     #: How long ended requests are remembered, and how many at most (rule 9).
     remember_seconds: float = 24 * 3600.0
     remember_at_most: int | None = None
+    #: Whether grants that were released as they should be are remembered too; not needed where no id comes twice.
+    remembers_releases: bool = True
     #: A longer silence than this means that nobody served the ledger; None: somebody always does (rule 10).
     unserved_after_seconds: float | None = None
     #: What a waiter without a TTL of its own gets after such a silence.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from heapq import heapify, heappop, heappush
 from typing import Literal
 
@@ -14,11 +15,15 @@ class Timers:
         self._at: dict[TimerKey, float] = {}
         #: May hold entries that were set anew or cleared since; `_at` tells which are current.
         self._heap: list[tuple[float, TimerKey]] = []
+        #: Nothing is due before this. Cheap to compare with; `next_at` makes it exact.
+        self.not_before = math.inf
 
     def set(self, key: TimerKey, at: float) -> None:
         if self._at.get(key) == at:
             return
         self._at[key] = at
+        if at < self.not_before:
+            self.not_before = at
         heappush(self._heap, (at, key))
         if len(self._heap) > 2 * len(self._at) + 64:
             self._heap = [(at, key) for key, at in self._at.items()]
@@ -30,18 +35,16 @@ class Timers:
     def get(self, key: TimerKey) -> float | None:
         return self._at.get(key)
 
-    def next_at(self) -> float | None:
+    def next_at(self) -> float:
+        """Infinity if nothing is set."""
         heap = self._heap
-        while heap:
-            at, key = heap[0]
-            if self._at.get(key) == at:
-                return at
+        while heap and self._at.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
-        return None
+        self.not_before = heap[0][0] if heap else math.inf
+        return self.not_before
 
     def pop_due(self, now: float) -> TimerKey | None:
-        at = self.next_at()
-        if at is None or at > now:
+        if self.not_before > now or self.next_at() > now:
             return None
         _, key = heappop(self._heap)
         del self._at[key]

@@ -14,7 +14,6 @@ from gpu_worker_pool.core import (
     Ended,
     Event,
     Granted,
-    GPUsVanished,
     Lease,
     LeaseEnded,
     LeaseState,
@@ -85,6 +84,8 @@ class Oracle:
         if isinstance(event, Observed):
             self._saw_readings(event, now)
         for effect in effects:
+            if isinstance(effect, LeaseEnded) and effect.lease.lease_id == ends_here:
+                ends_here = None  # it was lost in the same moment
             if ends_here is not None and isinstance(effect, Granted) and effect.lease.lease_id != ends_here:
                 self._end_lease(ends_here, LeaseState.RELEASED, now)
                 ends_here = None
@@ -127,7 +128,7 @@ class Oracle:
 
     def _saw_effect(self, effect: Effect, asked_again: str | None, now: float) -> None:
         if isinstance(effect, Granted):
-            self._saw_grant(effect.lease, asked_again, now)
+            self._saw_grant(effect.lease, now)
         elif isinstance(effect, Ended):
             if effect.request_id == asked_again and effect.request_id in self.ended:
                 assert self.ended[effect.request_id] is effect.state, "asked again, it ended otherwise"
@@ -148,7 +149,7 @@ class Oracle:
             assert self.wake_at is None or effect.at < self.wake_at, "woken for what was asked for already"
             self.wake_at = effect.at
 
-    def _saw_grant(self, lease: Lease, asked_again: str | None, now: float) -> None:
+    def _saw_grant(self, lease: Lease, now: float) -> None:
         request_id = lease.request.request_id
         if request_id not in self.waiting:
             # A renewal, or the same lease told once more.
@@ -184,7 +185,7 @@ class Oracle:
             card = self.cards[gpu_id]
             del card.promises[lease_id]
             if lease.request.ttl_seconds is not None and was_told:
-                ended = now if lease.quarantined_at is None else lease.quarantined_at
+                ended = now if lease.quarantine is None else lease.quarantine.since
                 card.last_lease_ended = max(card.last_lease_ended, ended)
 
     # ---- the rules
@@ -205,12 +206,13 @@ class Oracle:
         for other in self.waiting.values():
             if other.order < served.order and other.request.wishes.count == 1:
                 why_not = self.why_not(self.cards[gpu_id], other.request.wishes, now)
-                kept_for_another = self._is_kept_from(other, gpu_id, now)
+                kept_for_another = self._is_kept_from(other, now)
                 assert why_not is not None or kept_for_another, (
                     f"{served.request.request_id} got {gpu_id} before {other.request.request_id}"
                 )
 
-    def _is_kept_from(self, other: Waiting, gpu_id: str, now: float) -> bool:
+    def _is_kept_from(self, other: Waiting, now: float) -> bool:
+        """Whether one before it has waited so long that GPUs may be kept for it."""
         return any(
             first.order < other.order and now - first.since >= self.settings.max_bypass_seconds
             for first in self.waiting.values()
@@ -262,7 +264,7 @@ class Oracle:
             return "too small"
         return None
 
-    def why_not(self, card: Card, wishes: Wishes, now: float) -> str | None:  # noqa: PLR0911
+    def why_not(self, card: Card, wishes: Wishes, now: float) -> str | None:
         reading = card.reading
         if reading is None:
             return "not seen"
