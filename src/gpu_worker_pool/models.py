@@ -239,6 +239,22 @@ class GPUAssignment:
             _check_text("gpu_uuids", uuid)
 
 
+def assignment_of_one_gpu(
+    gpu_id: int, worker_id: str, assigned_at: datetime, gpu_uuids: tuple[str, ...], fence: int
+) -> GPUAssignment:
+    """For the pool itself, which knows these to be right: half the price of the constructor."""
+    assignment = object.__new__(GPUAssignment)
+    # What is not set here has its default from the class.
+    values = assignment.__dict__
+    values["gpu_id"] = gpu_id
+    values["worker_id"] = worker_id
+    values["assigned_at"] = assigned_at
+    values["gpu_ids"] = (gpu_id,)
+    values["gpu_uuids"] = gpu_uuids
+    values["fence"] = fence
+    return assignment
+
+
 @dataclass(frozen=True, init=False)
 class GlobalGPUAssignment(GPUAssignment):
     """An assignment on one of several endpoints; `gpu_id` and `gpu_ids` hold global ids."""
