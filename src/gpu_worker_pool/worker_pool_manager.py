@@ -311,9 +311,8 @@ class WorkerPoolManager:
         self, pool: Pool, lease: Lease, task: asyncio.Task[Any] | None, worker: WorkerInfo | None = None
     ) -> GPUAssignment:
         worker_id = lease.request.worker_id
-        gpus = pool.leases.gpus_of(lease.lease_id)
-        if len(gpus) == 1 and not lease.endpoint_id:
-            gpu = gpus[0]
+        if len(lease.gpu_ids) == 1 and not lease.endpoint_id:
+            gpu = pool.allocator.gpus[lease.gpu_ids[0]]
             assignment = assignment_of_one_gpu(gpu.index, worker_id, datetime.now(), gpu.uuids, lease.fence)
         else:
             assignment = self._assignment(pool, lease)

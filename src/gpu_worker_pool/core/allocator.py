@@ -165,6 +165,7 @@ class GPUAllocator:
         endpoint = gpus[0].endpoint
         for gpu in gpus:
             gpu.last_fence = fence
+            gpu.rank = (gpu.usage_percent, fence, gpu.index, gpu.gpu_id)
             endpoint.free.discard(gpu)
             self.freed.pop(gpu.gpu_id, None)
         endpoint.last_fence = fence
@@ -201,19 +202,19 @@ class GPUAllocator:
         """Why this endpoint can never serve it, or None. A GPU that is only missing for now counts."""
         known = [gpu.last_seen for gpu in endpoint.gpus.values() if gpu.last_seen is not None and not gpu.is_gone]
         possible = 0
-        why_not = []
+        why_not: dict[str, list[str]] = {}
         for reading in known:
             lasting = next(lasting_obstacles(reading, wishes, self.settings), None)
             if lasting is not None:
-                why_not.append(f"GPU {reading.index} {lasting}")
+                why_not.setdefault(lasting.text, []).append(str(reading.index))
                 continue
             possible += 1
             if possible == wishes.count:
                 return None
-        where = endpoint.endpoint_id or "this host"
-        asked = f"it asks for {wishes.count}" if wishes.count > 1 else "it asks for one"
-        why = f": {'; '.join(why_not[:8])}{'; ...' if len(why_not) > 8 else ''}" if why_not else ""
-        return f"{asked}, and {where} has {possible} of {len(known)} GPUs that could ever serve it{why}"
+        where = f"{endpoint.endpoint_id}: " if endpoint.endpoint_id else ""
+        asked = f"{wishes.count} GPUs asked for, " if wishes.count > 1 else ""
+        why = "; ".join(f"GPU {', '.join(indices)} {text}" for text, indices in why_not.items())
+        return f"{where}{asked}{possible} of {len(known)} could ever serve it{f' ({why})' if why else ''}"
 
     # Inside
 
@@ -230,6 +231,7 @@ class GPUAllocator:
         gpu.uuids = () if reading.uuid is None else (reading.uuid,)
         memory, utilization = reading.memory_usage_percent, reading.utilization_percent
         gpu.usage_percent = (100.0 if memory is None else memory) + (100.0 if utilization is None else utilization)
+        gpu.rank = (gpu.usage_percent, gpu.last_fence, gpu.index, gpu.gpu_id)
         gpu.level = LevelBefore(reading.memory_used_mb, reading.memory_usage_percent, reading.process_identities)
         # Who it was promised to is looked at in `_index`: that changes between readings.
         gpu.is_plainly_usable = (

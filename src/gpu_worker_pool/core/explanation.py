@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from gpu_worker_pool.core.keeping import gpus_to_await
 from gpu_worker_pool.core.obstacles import Obstacle, ObstacleKind, obstacles
 from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.record import record
@@ -60,22 +61,34 @@ def _explain(pool: Pool, wishes: Wishes, waiter: Waiter | None, now: float) -> E
     order = (-wishes.priority, pool.ticket + 1) if waiter is None else waiter.order
     position = pool.queue.position(order)
     waiting_seconds = 0.0 if waiter is None else now - waiter.enqueued_at
-    keeper = pool.keeper
-    kept = keeper.kept if keeper is not None and keeper.order < order else ()
+    withheld = _withheld(pool, order, now)
 
     gpus = []
     for gpu in pool.allocator.gpus.values():
         if gpu.is_gone and not gpu.leases:
             continue
         found = list(obstacles(gpu, wishes, pool.settings, now))
-        if gpu.gpu_id in kept and keeper is not None:
-            text = f"kept for {keeper.request.worker_id or keeper.request.request_id}, which has waited longer"
-            found.append(Obstacle(ObstacleKind.KEPT, text))
+        if gpu.gpu_id in withheld:
+            found.append(Obstacle(ObstacleKind.KEPT, f"kept for {withheld[gpu.gpu_id]}"))
         name = gpu.last_seen.name if gpu.last_seen is not None else None
         gpus.append(GPUExplanation(gpu.gpu_id, gpu.endpoint.endpoint_id, name, tuple(found)))
     impossible = pool.allocator.impossible(wishes)
     summary = _summary(pool, wishes, position, gpus, impossible)
     return Explanation(wishes, position, waiting_seconds, tuple(gpus), impossible, summary)
+
+
+def _withheld(pool: Pool, order: tuple[int, int], now: float) -> dict[str, str]:
+    """The GPUs that one of this order cannot have because of one before it: which, and for whom."""
+    withheld = {}
+    for line, earlier in pool.queue.heads():
+        if earlier.order >= order:
+            break
+        for gpu_id in gpus_to_await(pool.allocator, line.wishes, now):
+            withheld[gpu_id] = f"{earlier.worker}, which is before you, until it was read again"
+        if earlier is pool.keeper:
+            for gpu_id in earlier.kept:
+                withheld[gpu_id] = f"{earlier.worker}, which has waited longer"
+    return withheld
 
 
 def _summary(pool: Pool, wishes: Wishes, position: int, gpus: list[GPUExplanation], impossible: tuple[str, ...]) -> str:
@@ -87,7 +100,7 @@ def _summary(pool: Pool, wishes: Wishes, position: int, gpus: list[GPUExplanatio
     free: Counter[str] = Counter(gpu.endpoint_id for gpu in gpus if not gpu.obstacles)
     most = max(free.values(), default=0)
     if most >= wishes.count:
-        return f"{wishes}: could be granted now" + (f", after {position - 1} others" if position > 1 else "")
+        return f"{wishes}: could be granted now"
     why = Counter(gpu.obstacles[0].kind for gpu in gpus if gpu.obstacles)
     reasons = ", ".join(f"{number} {kind.value.replace('_', ' ')}" for kind, number in why.most_common())
     place = "next in line" if position == 1 else f"number {position} in line"

@@ -63,6 +63,7 @@ class GPUResourceState:
         "last_seen",
         "leases",
         "level",
+        "rank",
         "read_after",
         "reading",
         "readings_wanted",
@@ -97,11 +98,8 @@ class GPUResourceState:
         self.read_after = -math.inf
         #: The fence of the last grant: the lower, the longer ago.
         self.last_fence = 0
-
-    @property
-    def rank(self) -> tuple[float, int, int, str]:
-        """Rule 3: the least used, then the one granted longest ago, then by id."""
-        return (self.usage_percent, self.last_fence, self.index, self.gpu_id)
+        #: Rule 3: the least used, then the one granted longest ago, then by id.
+        self.rank = (self.usage_percent, 0, 0, gpu_id)
 
     def level_before_grant(self) -> LevelBefore:
         """Those who share a GPU all remember the memory used before the first of them."""

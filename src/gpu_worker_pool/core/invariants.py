@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from gpu_worker_pool.core.keeping import gpus_to_await
 from gpu_worker_pool.core.moves import LeaseState, RequestState
 from gpu_worker_pool.core.wishes import PLAIN
 
@@ -112,7 +113,10 @@ def _check_timers(pool: Pool) -> None:
 def _check_nothing_forgotten(pool: Pool) -> None:
     """No lost wake-up: nobody waits who could be served."""
     allocator, keeper = pool.allocator, pool.keeper
+    withheld: set[str] = set()
     for waiter in pool.queue.in_order():
-        kept = keeper.kept if keeper is not None and keeper.order < waiter.order else ()
-        found = allocator.best(waiter.request.wishes, allocator.gpus.values(), kept, pool.now)
+        wishes = waiter.request.wishes
+        found = allocator.best(wishes, allocator.gpus.values(), withheld, pool.now)
         must(found is None, f"{waiter.request.request_id} waits although it could have {found}")
+        withheld.update(gpus_to_await(allocator, wishes, pool.now))
+        withheld.update(waiter.kept if waiter is keeper else ())

@@ -1,21 +1,22 @@
-"""Rule 4, the bound on being overtaken: which GPUs are kept for a waiter that others have passed for long enough.
+"""Which GPUs those who come later cannot have, because one who came before them is to have them soon.
 
-Kept are as many GPUs of one endpoint as it asked for: those it could have now, and those it could have as soon as the
-leases on them end. Unless there are so many, none is kept: a GPU that an outsider fills may stay full for ever, and
-must not keep others waiting beside it.
+Rule 4, the bound on being overtaken: GPUs are kept for a waiter that others have passed for long enough. Kept are as
+many GPUs of one endpoint as it asked for: those it could have now, and those it could have as soon as the leases on
+them end. Unless there are so many, none is kept: a GPU that an outsider fills may stay full for ever, and must not
+keep others waiting beside it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.core.obstacles import lasting_obstacles
+from gpu_worker_pool.core.obstacles import lasting_obstacles, promise_obstacles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gpu_worker_pool.core.allocator import GPUAllocator
-    from gpu_worker_pool.core.gpus import GPUResourceState
+    from gpu_worker_pool.core.gpus import EndpointState, GPUResourceState
     from gpu_worker_pool.core.queue import Waiter
     from gpu_worker_pool.core.wishes import Wishes
 
@@ -67,3 +68,26 @@ def _when_usable(allocator: GPUAllocator, gpu: GPUResourceState, wishes: Wishes,
     if gpu.leases or now - gpu.freed_at <= settings.settle_seconds:
         return AFTER_LEASES
     return None
+
+
+def gpus_to_await(allocator: GPUAllocator, wishes: Wishes, now: float) -> list[str]:
+    """Rule 8: GPUs given back since they were last read, that a waiter may have as soon as they are read again.
+
+    A reading from before the release shows its holder's load. It must not send the GPU past this waiter to a later
+    one that does not mind the load: so nobody after it may have it until it was read, or could not be for a while.
+    """
+    awaited: dict[EndpointState, list[str]] = {}
+    for gpu in allocator.freed.values():
+        reading, endpoint = gpu.reading, gpu.endpoint
+        if reading is None or gpu.leases or endpoint.begun_at > gpu.freed_at or not allocator.is_fresh(endpoint, now):
+            continue
+        is_possible = next(lasting_obstacles(reading, wishes, allocator.settings), None) is None
+        is_unpromised = next(promise_obstacles(gpu, wishes, now), None) is None
+        if is_possible and is_unpromised and not allocator.is_eligible(gpu, wishes, now):
+            awaited.setdefault(endpoint, []).append(gpu.gpu_id)
+    if wishes.count > 1:
+        for endpoint in list(awaited):
+            eligible = sum(allocator.is_eligible(gpu, wishes, now) for gpu in endpoint.gpus.values())
+            if eligible + len(awaited[endpoint]) < wishes.count:
+                del awaited[endpoint]
+    return [gpu_id for gpu_ids in awaited.values() for gpu_id in gpu_ids]

@@ -70,8 +70,9 @@ def obstacles(gpu: GPUResourceState, wishes: Wishes, settings: PoolSettings, now
         yield Obstacle(ObstacleKind.READING_TOO_OLD, f"last read {age:.1f} s ago, more than {limit:g} s", age, limit)
     if gpu.endpoint.begun_at <= gpu.read_after:
         yield Obstacle(ObstacleKind.READING_BEFORE_RELEASE, "not read since its last lease ended")
-    yield from reading_obstacles(reading, gpu.foreign_processes(), wishes, settings)
+    # Promises before readings: what a held GPU is doing is its holder's doing.
     yield from promise_obstacles(gpu, wishes, now)
+    yield from reading_obstacles(reading, gpu.foreign_processes(), wishes, settings)
 
 
 def lasting_obstacles(reading: Reading, wishes: Wishes, settings: PoolSettings) -> Iterator[Obstacle]:

@@ -30,7 +30,7 @@ from gpu_worker_pool.core.events import (
     Unreachable,
 )
 from gpu_worker_pool.core.evidence import trace_of
-from gpu_worker_pool.core.keeping import gpus_to_keep
+from gpu_worker_pool.core.keeping import gpus_to_await, gpus_to_keep
 from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, IllegalMoveError, LeaseState, RequestState
 from gpu_worker_pool.core.queue import Line, Waiter, WorkerQueue
 from gpu_worker_pool.core.remembered import Outcome, RememberedOutcomes
@@ -39,7 +39,7 @@ from gpu_worker_pool.core.timers import TimerKey, Timers
 from gpu_worker_pool.core.wishes import PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from gpu_worker_pool.core.assignments import LevelBefore
     from gpu_worker_pool.core.events import Request
@@ -89,21 +89,13 @@ class Pool:
         check, handle = self._HANDLERS[type(event)]
         if check is not None:
             check(self, event, now)
-        if now - self.now > self._unserved_after_seconds:
-            self.resume(now, unserved_seconds=now - self.now)
-        self.now = now
         timers = self.timers
-        if now >= timers.not_before:
-            self._run_timers(now)
+        if now >= timers.not_before or now - self.now > self._unserved_after_seconds:
+            self._pass_time(now)
+        self.now = now
         handle(self, event, now)
-        if self._improved or self._has_new_line:
-            self._assign(now)
-        if now >= timers.not_before and self._run_timers(now):
-            self._assign(now)
-        if self.allocator.freed and self.queue.waiting:
-            self._want_readings(now)
-        if timers.not_before < self._wake_at or now >= self._wake_at:
-            self._announce()
+        if self.queue.waiting or timers.not_before < math.inf:
+            self._follow_up(now)
         if not self._effects:
             return ()
         effects = tuple(self._effects)
@@ -132,6 +124,28 @@ class Pool:
         """Rule 10: whether so much time has passed since the last event that nobody can have served the ledger."""
         return now - self.now > self._unserved_after_seconds
 
+    def _pass_time(self, now: float) -> None:
+        if self.was_unserved(now):
+            self.resume(now, unserved_seconds=now - self.now)
+        self._run_timers(now)
+
+    def _follow_up(self, now: float) -> None:
+        """After an event: who can be served now, what is due at once, which readings and which wake-up are wanted."""
+        if self._improved or self._has_new_line:
+            self._assign(now)
+        if self._run_timers(now):
+            self._assign(now)
+        if self.allocator.freed and self.queue.waiting:
+            self._want_readings(now)
+            if self._improved:
+                self._assign(now)
+        if self._wake_at <= now:
+            self._wake_at = math.inf
+        at = self.timers.next_at()
+        if at < self._wake_at:
+            self._wake_at = at
+            self._effects.append(WakeAt(at))
+
     def _run_timers(self, now: float) -> bool:
         has_run = False
         while (key := self.timers.pop_due(now)) is not None:
@@ -154,35 +168,33 @@ class Pool:
                     self._review(lease, now)
         return has_run
 
-    def _announce(self) -> None:
-        if self._wake_at <= self.now:
-            self._wake_at = math.inf
-        at = self.timers.next_at()
-        if at < self._wake_at:
-            self._wake_at = at
-            self._effects.append(WakeAt(at))
-
     # ---- Rule 4: order. Rule 6: every request ends exactly once
 
     def _assign(self, now: float) -> None:
         """Grant whatever can be granted to those who wait, in order."""
         self._has_new_line = False
-        kept: Sequence[str] = ()
+        is_keeping = False
+        #: What whoever comes later cannot have.
+        withheld: set[str] = set()
         for line, waiter in self.queue.heads():
-            gpus = self._choose(line, kept, now)
+            gpus = self._choose(line, withheld, now)
             if gpus is not None:
                 self._leave_queue(waiter, RequestState.GRANTED)
                 self._grant(waiter.request, waiter.enqueued_at, waiter.asking_until, gpus, now)
                 continue
             line.tried = True
-            if not kept and now - waiter.enqueued_at >= self.settings.max_bypass_seconds:
+            if self.allocator.freed:
+                withheld.update(gpus_to_await(self.allocator, line.wishes, now))
+            if not is_keeping and now - waiter.enqueued_at >= self.settings.max_bypass_seconds:
                 kept = self._keep(waiter, now)
+                is_keeping = bool(kept)
+                withheld.update(kept)
         self._improved.clear()
 
-    def _choose(self, line: Line, kept: Sequence[str], now: float) -> tuple[GPUResourceState, ...] | None:
+    def _choose(self, line: Line, withheld: Collection[str], now: float) -> tuple[GPUResourceState, ...] | None:
         allocator, wishes = self.allocator, line.wishes
         if line.is_plain:
-            return allocator.best_plain(kept, now)
+            return allocator.best_plain(withheld, now)
         candidates: Iterable[GPUResourceState] = allocator.gpus.values()
         if line.tried:
             changed = [gpu for gpu in self._improved.values() if allocator.is_eligible(gpu, wishes, now)]
@@ -190,7 +202,7 @@ class Pool:
                 return None
             if wishes.count == 1:
                 candidates = changed
-        return allocator.best(wishes, candidates, kept, now)
+        return allocator.best(wishes, candidates, withheld, now)
 
     def _keep(self, waiter: Waiter, now: float) -> Sequence[str]:
         """Keep GPUs for a waiter that has been overtaken for long enough; whoever comes after it cannot have them."""
@@ -376,7 +388,9 @@ class Pool:
                 wanted[endpoint_id] = None
                 gpu.readings_wanted += 1
                 if gpu.readings_wanted == len(delays):
+                    # Nobody waits for it to be read any longer.
                     del self.allocator.freed[gpu.gpu_id]
+                    self._improved[gpu.gpu_id] = gpu
                     break
             else:
                 at = gpu.freed_at + delays[gpu.readings_wanted]

@@ -36,6 +36,11 @@ class Waiter:
     is_queued: bool = False
 
     @property
+    def worker(self) -> str:
+        """Who waits, as others are told."""
+        return self.request.worker_id or self.request.request_id
+
+    @property
     def order(self) -> tuple[int, int]:
         return (-self.request.wishes.priority, self.ticket)
 

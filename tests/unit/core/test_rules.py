@@ -409,10 +409,10 @@ def test_rule_4_what_was_kept_is_free_again_when_its_waiter_leaves(story: Story)
 @pytest.mark.parametrize(
     ("wishes", "reason"),
     [
-        (Wishes(count=3), "asks for 3"),
+        (Wishes(count=3), "3 GPUs asked for, 2 of 2 could ever serve it"),
         (Wishes(memory_mb=80_001), "80001 MB are needed"),
         (Wishes(min_free_memory_mb=90_000), "90000 MB are needed"),
-        (Wishes(gpu_model="B200"), "not a B200"),
+        (Wishes(gpu_model="B200"), "0 of 2 could ever serve it (GPU 0, 1 is a NVIDIA H100 80GB HBM3, not a B200)"),
         (Wishes(only=("7",)), "not among 7"),
         (Wishes(exclude=("0", "1")), "is excluded"),
         (Wishes(count=2, exclude=("0",)), "is excluded"),
@@ -508,6 +508,38 @@ def test_rule_8_in_process_the_next_has_it_in_the_same_step(story: Story) -> Non
     story.asks("a")
     story.asks("b")
     assert [type(effect) for effect in story.releases("a")] == [Granted]
+
+
+def test_rule_8_a_reading_from_before_the_release_does_not_send_the_gpu_past_the_next_waiter(story: Story) -> None:
+    busy = gpu(0, utilization_percent=95.0)
+    sharing = Wishes(memory_mb=1000, share=True)
+    story.reads(gpu(0))
+    story.asks("holder")
+    story.reads(busy)
+    story.asks("next")
+    story.asks("does not mind", sharing)
+    assert granted(story.releases("holder")) == []
+    assert granted(story.asks("newcomer", Wishes(memory_mb=2000, share=True))) == []
+    told = explain(story.pool, "newcomer", story.now)
+    assert told is not None
+    assert str(told.gpus[0]) == "GPU 0: kept for next, which is before you, until it was read again"
+    assert granted(story.reads(gpu(0))) == [("next", ("0",))]
+
+
+@pytest.mark.parametrize("readings", [0, 1])
+def test_rule_8_but_others_do_not_wait_for_ever_for_that(story: Story, readings: int) -> None:
+    busy = gpu(0, utilization_percent=95.0)
+    story.reads(gpu(0))
+    story.asks("holder")
+    story.reads(busy)
+    story.asks("next")
+    story.asks("does not mind", Wishes(memory_mb=1000, share=True))
+    story.releases("holder")
+    if readings:
+        assert granted(story.reads(busy)) == [("does not mind", ("0",))], "it is busy, with somebody else's work"
+    else:
+        assert granted(story.happens(Ticked(), after=0.9)) == []
+        assert granted(story.happens(Ticked(), after=0.1)) == [("does not mind", ("0",))]
 
 
 def test_rule_8_fresh_readings_are_wanted_while_someone_waits(story: Story) -> None:
