@@ -42,7 +42,7 @@ format: $(READY) ## let ruff rewrite the code
 	$(BIN)/ruff format
 
 docs: $(READY) ## draw the diagrams in docs/ anew from the code
-	$(BIN)/python -m gpu_worker_pool.core.moves docs/ARCHITECTURE.md
+	$(BIN)/python docs/draw_diagrams.py
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

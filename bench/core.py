@@ -42,7 +42,8 @@ class Row:
     def __str__(self) -> str:
         sign = "≥" if self.is_speed else "≤"
         verdict = "reached" if self.is_reached else "MISSED"
-        return f"{self.what:<58} {self.ours_us:>9.2f} {self.theirs_us:>9.2f} {self.ratio:>7.3f}  {sign} {self.target:<5} {verdict}"
+        times = f"{self.ours_us:>9.2f} {self.theirs_us:>9.2f} {self.ratio:>7.3f}"
+        return f"{self.what:<58} {times}  {sign} {self.target:<5} {verdict}"
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -155,9 +156,7 @@ def compared(what: str, large: Crowd, small: Crowd) -> Row:
 def main() -> int:
     rows = [asyncio.run(uncontended()), asyncio.run(contended())]
     rows.append(compared("a grant among 10,000 GPUs against 8", Crowd(10_000, 0), Crowd(8, 0)))
-    rows.append(
-        compared("  the same, 1,250 hosts of 8 against 8 hosts of 8", Crowd(10_000, 0, 1_250), Crowd(64, 0, 8))
-    )
+    rows.append(compared("  the same, 1,250 hosts of 8 against 8 hosts of 8", Crowd(10_000, 0, 1_250), Crowd(64, 0, 8)))
     rows.append(compared("a grant with 100,000 waiters against 10", Crowd(8, 100_000), Crowd(8, 10)))
     print(f"{'':<58} {'ours µs':>9} {'other µs':>9} {'ratio':>7}  target")
     for row in rows:

@@ -65,10 +65,11 @@ class FakeClock:
         self._now = end
 
     async def run(self, seconds: float) -> None:
-        """`advance`, and let the tasks that were woken by it run."""
-        self.advance(seconds)
-        for _ in range(10):
-            await asyncio.sleep(0)
+        """`advance`, letting tasks run before it and after: those that were just begun, and those that it woke."""
+        for step_seconds in (0.0, seconds):
+            self.advance(step_seconds)
+            for _ in range(10):
+                await asyncio.sleep(0)
 
 
 def gpu(index: int, *, endpoint_id: str = "", **reading: Any) -> Reading:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import weakref
 from asyncio import current_task
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from threading import get_ident
 from time import monotonic
@@ -74,6 +74,8 @@ _log = logging.getLogger(__name__)
 
 #: Within one process no id comes twice: only what went wrong needs to be remembered, for late messages.
 REMEMBERED_OUTCOMES = 1000
+#: An error explains so many GPUs one by one.
+MOST_GPUS_TOLD = 16
 
 
 class Timer(Protocol):
@@ -98,16 +100,6 @@ class _LoopClock:
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> Timer:
         return self._loop.call_later(when - monotonic(), callback)
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """Somebody who has been told nothing yet."""
-
-    request: Request
-    #: None for a worker that is called back.
-    answer: asyncio.Future[Lease] | None
-    worker: WorkerInfo | None = None
 
 
 class _Holder(weakref.ref[GPUAssignment]):
@@ -161,6 +153,7 @@ class WorkerPoolManager:
         # Names that no other pool gives, so that its assignments are not mistaken for ours.
         self._name = secrets.token_hex(3)
         self._serial = 0
+        self._last_explained = (-math.inf, PLAIN, "")
 
     # ---- Life
 
@@ -171,7 +164,9 @@ class WorkerPoolManager:
         self._thread = get_ident()
         self._clock: Clock = self._given_clock or _LoopClock(self._loop)
         self._now = self._clock.now
-        self._waiting: dict[str, _Waiting] = {}
+        #: Those who wait in `request_gpu`, and those who want to be called back.
+        self._answers: dict[str, asyncio.Future[Lease | Ended]] = {}
+        self._workers: dict[str, tuple[Request, WorkerInfo]] = {}
         self._holders: dict[str, _Holder] = {}
         self._timer: Timer | None = None
         self._timer_at = 0.0
@@ -249,51 +244,43 @@ class WorkerPoolManager:
         request = self._request(wishes, label)
         now = self._now()
         deadline = self._deadline(timeout, now)
-        lease: Lease | None = None
-        error: Exception | None = None
+        answer: Lease | Ended | None = None
         for effect in pool.apply(Requested(request, deadline), now):
             if type(effect) is Granted and effect.lease.request is request:
-                lease = effect.lease
+                answer = effect.lease
             elif type(effect) is Ended and effect.request_id == request.request_id:
-                error = self._error_of(request, effect)
+                answer = effect
             else:
                 self._perform(effect)
-        if error is not None:
-            raise error
-        if lease is None:
-            lease = await self._answer(pool, request)
-        return self._hand_over(pool, lease, current_task(self._loop))
+        if answer is None:
+            self._answers[request.request_id] = future = self._loop.create_future()
+            if self._is_talkative:
+                _log.info("%s waits: %s", request.worker_id, explain_wishes(pool, wishes, now).summary)
+            try:
+                answer = await future
+            except asyncio.CancelledError:
+                # Whether it was granted in this very step or not: the pool knows, and takes either back.
+                self._answers.pop(request.request_id, None)
+                if self._pool is pool:
+                    self._apply(Cancelled(request.request_id))
+                raise
+        if isinstance(answer, Ended):
+            raise self._error_of(pool, request, answer)
+        if self._pool is not pool:
+            raise PoolStoppedError
+        return self._hand_over(pool, answer, current_task(self._loop))
 
     def enqueue_worker(self, worker: WorkerInfo, timeout: float | None = None, wishes: Wishes = PLAIN) -> None:
         """Ask on behalf of a worker that wants to be called back; `release_worker` gives its GPU back."""
         pool = self._running_pool()
-        is_waiting = any(waiting.request.worker_id == worker.id for waiting in self._waiting.values())
-        if is_waiting or worker.id in self._holders:
+        if worker.id in self._holders or any(worker.id == waiting.id for _, waiting in self._workers.values()):
             raise ValueError(f"worker {worker.id!r} waits or holds a GPU already")
         request = self._request(wishes, None, worker.id)
         now = self._now()
         deadline = self._deadline(timeout, now)
-        self._waiting[request.request_id] = _Waiting(request, None, worker)
+        self._workers[request.request_id] = (request, worker)
         for effect in pool.apply(Requested(request, deadline), now):
             self._perform(effect)
-
-    async def _answer(self, pool: Pool, request: Request) -> Lease:
-        waiting = _Waiting(request, self._loop.create_future())
-        assert waiting.answer is not None
-        self._waiting[request.request_id] = waiting
-        if self._is_talkative:
-            _log.info("%s waits: %s", request.worker_id, explain_wishes(pool, request.wishes, pool.now).summary)
-        try:
-            lease = await waiting.answer
-        except asyncio.CancelledError:
-            # Whether it was granted in this very step or not: the pool knows, and takes either back.
-            self._waiting.pop(request.request_id, None)
-            if self._pool is pool:
-                self._apply(Cancelled(request.request_id))
-            raise
-        if self._pool is not pool:
-            raise PoolStoppedError
-        return lease
 
     def _request(self, wishes: Wishes, label: str | None, worker_id: str | None = None) -> Request:
         self._serial += 1
@@ -509,25 +496,25 @@ class WorkerPoolManager:
             self._tell_lost(effect)
 
     def _tell_granted(self, lease: Lease) -> None:
-        waiting = self._waiting.pop(lease.request.request_id)
-        if waiting.answer is not None:
-            # One that was cancelled meanwhile gives the GPU back itself, as soon as it runs.
-            if not waiting.answer.done():
-                waiting.answer.set_result(lease)
-        elif waiting.worker is not None:
-            assignment = self._hand_over(self._running_pool(), lease, None, waiting.worker)
-            self._loop.call_soon(waiting.worker.callback, assignment.gpu_id)
+        request_id = lease.request.request_id
+        answer = self._answers.pop(request_id, None)
+        if answer is None:
+            _, worker = self._workers.pop(request_id)
+            assignment = self._hand_over(self._running_pool(), lease, None, worker)
+            self._loop.call_soon(worker.callback, assignment.gpu_id)
+        elif not answer.done():
+            answer.set_result(lease)
+        # else it was cancelled, and gives the GPU back itself as soon as it runs
 
-    def _tell_ended(self, effect: Ended) -> None:
-        waiting = self._waiting.pop(effect.request_id, None)
-        if waiting is None:
-            return  # it was cancelled, and knows
-        error = self._error_of(waiting.request, effect)
-        if waiting.answer is not None:
-            if not waiting.answer.done():
-                waiting.answer.set_exception(error)
-        elif waiting.worker is not None:
-            self._loop.call_soon(waiting.worker.on_error, error)
+    def _tell_ended(self, ended: Ended) -> None:
+        answer = self._answers.pop(ended.request_id, None)
+        if answer is not None:
+            if not answer.done():
+                answer.set_result(ended)
+        elif ended.request_id in self._workers:
+            request, worker = self._workers.pop(ended.request_id)
+            self._loop.call_soon(worker.on_error, self._error_of(self._running_pool(), request, ended))
+        # else it was cancelled, and knows
 
     def _tell_lost(self, effect: LeaseEnded) -> None:
         worker_id = effect.lease.request.worker_id
@@ -550,7 +537,7 @@ class WorkerPoolManager:
         if self._pool is not None:
             self._apply(Ticked())
 
-    def _error_of(self, request: Request, effect: Ended) -> Exception:
+    def _error_of(self, pool: Pool, request: Request, effect: Ended) -> Exception:
         if effect.state is RequestState.REJECTED:
             return ImpossibleRequestError(reasons=effect.reasons)
         if effect.state is RequestState.STOPPED:
@@ -559,13 +546,19 @@ class WorkerPoolManager:
             return RequestCancelledError()
         if effect.state is RequestState.GIVEN_UP:
             return RequestGivenUpError()
-        pool = self._running_pool()
-        told = explain_wishes(pool, request.wishes, pool.now)
-        gpus = "".join(f"\n  {gpu}" for gpu in told.gpus[:16])
         message = f"no GPU in time for {request.worker_id}, which waited for {request.wishes}"
-        if any(endpoint.is_answering for endpoint in pool.allocator.endpoints.values()):
-            return WorkerTimeoutError(f"{message}:{gpus}" if gpus else f"{message}: there are no GPUs")
-        return ServiceUnavailableTimeoutError(f"{message}: no GPU service answered")
+        if not any(endpoint.is_answering for endpoint in pool.allocator.endpoints.values()):
+            return ServiceUnavailableTimeoutError(f"{message}: no GPU service answered")
+        return WorkerTimeoutError(f"{message}: {self._why_not(pool, request.wishes)}")
+
+    def _why_not(self, pool: Pool, wishes: Wishes) -> str:
+        # Very many may time out in one moment; they are told the same, which is found out once.
+        if self._last_explained[:2] != (pool.now, wishes):
+            gpus = explain_wishes(pool, wishes, pool.now).gpus
+            shown = "".join(f"\n  {gpu}" for gpu in gpus[:MOST_GPUS_TOLD])
+            more = f"\n  and {len(gpus) - MOST_GPUS_TOLD} more" if len(gpus) > MOST_GPUS_TOLD else ""
+            self._last_explained = (pool.now, wishes, f"{shown}{more}" if gpus else "there are no GPUs")
+        return self._last_explained[2]
 
     # ---- Whether it may be called at all
 

@@ -11,7 +11,6 @@ from gpu_worker_pool.core.wishes import PLAIN
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.pool import Pool
-    from gpu_worker_pool.core.timers import TimerKey
 
 
 def must(is_so: object, otherwise: str) -> None:
@@ -79,7 +78,10 @@ def _check_queue(pool: Pool) -> None:
         must(pool.requests.get(keeper.request.request_id) is keeper, "GPUs are kept for nobody")
         must(len(keeper.kept) == keeper.request.wishes.count, "more or fewer GPUs are kept than were asked for")
     for waiter in pool.queue.in_order():
-        must(waiter.is_queued and waiter.state is RequestState.WAITING, f"{waiter} has ended and still waits")
+        must(
+            waiter.line is pool.queue.line(waiter.request.wishes) and waiter.state is RequestState.WAITING,
+            f"{waiter} has ended and still waits",
+        )
         must(waiter is keeper or not waiter.kept, "GPUs are kept for two")
 
 
@@ -96,7 +98,7 @@ def _check_index(pool: Pool) -> None:
 
 
 def _check_timers(pool: Pool) -> None:
-    expected: set[TimerKey] = set()
+    expected = set()
     for waiter in pool.queue.in_order():
         if waiter.deadline is not None or waiter.gives_up_at is not None:
             expected.add(("waiter", waiter.request.request_id))
@@ -104,9 +106,10 @@ def _check_timers(pool: Pool) -> None:
         must((lease.quarantine is not None) == (lease.state is LeaseState.QUARANTINED), f"{lease} contradicts itself")
         if pool.now < lease.quarantine.until if lease.quarantine is not None else lease.expires_at is not None:
             expected.add(("lease", lease.lease_id))
-    running = {key for key in pool.timers.items() if key[0] != "reading"}
+    running = {(kind, name) for _, kind, name in pool.timers.items() if kind != "reading"}
     must(running == expected, f"timers {running ^ expected} are missing or left over")
-    must(pool.timers.not_before <= min(pool.timers.items().values(), default=math.inf), "something may be overslept")
+    earliest = min((at for at, _, _ in pool.timers.items()), default=math.inf)
+    must(pool.timers.not_before <= earliest, "something may be overslept")
     must(pool.timers.next_at() > pool.now, "something due was not done")
 
 

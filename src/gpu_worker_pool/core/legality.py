@@ -82,6 +82,6 @@ def _check_holder(pool: Pool, event: Released | Renewed) -> Lease | None:
 def _check_not_lost(pool: Pool, lease: Lease, now: float) -> None:
     if lease.quarantine is not None:
         raise LeaseEndedError(f"{lease.lease_id} was lost: {lease.quarantine.reason}")
-    ends_at = pool.timers.get(("lease", lease.lease_id))
+    ends_at = pool.timers.get("lease", lease.lease_id)
     if ends_at is not None and ends_at <= now and not pool.was_unserved(now):
         raise LeaseEndedError(f"{lease.lease_id} was lost: its lease was not renewed in time")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 
 class State(StrEnum):
@@ -31,8 +34,6 @@ class LeaseState(State):
     RECLAIMED = "reclaimed"
     LOST = "lost"
 
-
-Moves = Mapping[str, Mapping[str, str]]
 
 #: From each state where it may go, and what takes it there. A state that leads nowhere is an end.
 REQUEST_MOVES: Mapping[RequestState, Mapping[RequestState, str]] = {
@@ -80,9 +81,10 @@ class IllegalMoveError(AssertionError):
     """The core tried a move that its table does not have: a bug in the core, never in its user."""
 
 
-def diagram(moves: Moves, start: str) -> str:
+def diagram(moves: Mapping[Any, Mapping[Any, str]], starts: Iterable[str]) -> str:
     """The table as a Mermaid state diagram."""
-    lines = ["stateDiagram-v2", f"    [*] --> {start}"]
+    lines = ["stateDiagram-v2"]
+    lines += [f"    [*] --> {start}" for start in starts]
     lines += [
         f"    {origin} --> {target}: {cause}" for origin, targets in moves.items() for target, cause in targets.items()
     ]

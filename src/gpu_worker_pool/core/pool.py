@@ -35,7 +35,7 @@ from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, IllegalMoveEr
 from gpu_worker_pool.core.queue import Line, Waiter, WorkerQueue
 from gpu_worker_pool.core.remembered import Outcome, RememberedOutcomes
 from gpu_worker_pool.core.settings import PoolSettings
-from gpu_worker_pool.core.timers import TimerKey, Timers
+from gpu_worker_pool.core.timers import Timers
 from gpu_worker_pool.core.wishes import PLAIN
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ class Pool:
         self.requests[known.request.request_id] = known
         if isinstance(known, Waiter):
             wishes = known.request.wishes
-            self.queue.enqueue(known, Line(wishes, is_plain=self.allocator.is_plain(wishes)))
+            line = self.queue.line(wishes) or Line(wishes, is_plain=self.allocator.is_plain(wishes))
+            self.queue.enqueue(known, line)
             self._set_waiter_timer(known)
             self.keeper = known if known.kept else self.keeper
         elif isinstance(known, Lease):
@@ -131,9 +132,10 @@ class Pool:
 
     def _follow_up(self, now: float) -> None:
         """After an event: who can be served now, what is due at once, which readings and which wake-up are wanted."""
+        timers = self.timers
         if self._improved or self._has_new_line:
             self._assign(now)
-        if self._run_timers(now):
+        if now >= timers.not_before and self._run_timers(now):
             self._assign(now)
         if self.allocator.freed and self.queue.waiting:
             self._want_readings(now)
@@ -141,16 +143,15 @@ class Pool:
                 self._assign(now)
         if self._wake_at <= now:
             self._wake_at = math.inf
-        at = self.timers.next_at()
-        if at < self._wake_at:
+        if timers.not_before < self._wake_at and (at := timers.next_at()) < self._wake_at:
             self._wake_at = at
             self._effects.append(WakeAt(at))
 
     def _run_timers(self, now: float) -> bool:
         has_run = False
-        while (key := self.timers.pop_due(now)) is not None:
+        while (due := self.timers.pop_due(now)) is not None:
             has_run = True
-            kind, name = key
+            kind, name = due
             if kind == "waiter":
                 waiter = self.requests[name]
                 assert isinstance(waiter, Waiter)  # its timer is cleared when it leaves the queue
@@ -173,14 +174,17 @@ class Pool:
     def _assign(self, now: float) -> None:
         """Grant whatever can be granted to those who wait, in order."""
         self._has_new_line = False
+        lines = self.queue.lines()
+        if len(lines) == 1:
+            self._serve(lines[0], now)
+            return
         is_keeping = False
         #: What whoever comes later cannot have.
         withheld: set[str] = set()
         for line, waiter in self.queue.heads():
             gpus = self._choose(line, withheld, now)
             if gpus is not None:
-                self._leave_queue(waiter, RequestState.GRANTED)
-                self._grant(waiter.request, waiter.enqueued_at, waiter.asking_until, gpus, now)
+                self._grant_waiter(waiter, gpus, now)
                 continue
             line.tried = True
             if self.allocator.freed:
@@ -189,6 +193,13 @@ class Pool:
                 kept = self._keep(waiter, now)
                 is_keeping = bool(kept)
                 withheld.update(kept)
+        self._improved.clear()
+
+    def _serve(self, line: Line, now: float) -> None:
+        """The same where all wait for the same thing, as they mostly do: nobody can be passed over."""
+        while line.waiters and (gpus := self._choose(line, (), now)) is not None:
+            self._grant_waiter(line.head, gpus, now)
+        line.tried = True
         self._improved.clear()
 
     def _choose(self, line: Line, withheld: Collection[str], now: float) -> tuple[GPUResourceState, ...] | None:
@@ -214,6 +225,10 @@ class Pool:
         waiter.kept = kept
         self.keeper = waiter if kept else None
         return kept
+
+    def _grant_waiter(self, waiter: Waiter, gpus: tuple[GPUResourceState, ...], now: float) -> None:
+        self._leave_queue(waiter, RequestState.GRANTED)
+        self._grant(waiter.request, waiter.enqueued_at, waiter.asking_until, gpus, now)
 
     def _grant(
         self,
@@ -258,23 +273,22 @@ class Pool:
         if state not in REQUEST_MOVES[waiter.state]:
             raise IllegalMoveError(f"a request cannot go from {waiter.state} to {state}")
         waiter.state = state
-        if waiter.is_queued:
+        if waiter.line is not None:
             self.queue.remove(waiter)
-            self.timers.clear(("waiter", waiter.request.request_id))
+            self.timers.clear("waiter", waiter.request.request_id)
             if waiter is self.keeper:
                 self._improve(waiter.kept)
                 self.keeper = None
 
     def _set_waiter_timer(self, waiter: Waiter) -> None:
-        key: TimerKey = ("waiter", waiter.request.request_id)
         at = min(
             math.inf if waiter.deadline is None else waiter.deadline,
             math.inf if waiter.gives_up_at is None else waiter.gives_up_at,
         )
         if at < math.inf:
-            self.timers.set(key, at)
+            self.timers.set("waiter", waiter.request.request_id, at)
         else:
-            self.timers.clear(key)
+            self.timers.clear("waiter", waiter.request.request_id)
 
     # ---- Rule 5: impossible requests fail at once. Rule 9: ids are remembered
 
@@ -307,7 +321,6 @@ class Pool:
             line = Line(wishes, is_plain=allocator.is_plain(wishes))
             line.tried = meets_nobody
             self._has_new_line = not meets_nobody
-        waiter.is_queued = True
         queue.enqueue(waiter, line)
         self.requests[request.request_id] = waiter
         self._set_waiter_timer(waiter)
@@ -357,11 +370,11 @@ class Pool:
         if lease.quarantine is not None:
             read_after = lease.quarantine.since
             del self._quarantined[lease.lease_id]
-            self.timers.clear(("lease", lease.lease_id))
+            self.timers.clear("lease", lease.lease_id)
         elif lease.expires_at is not None:
             # What was never told to anybody was never used; an assignment within one process goes straight on.
             read_after = now if lease.state is LeaseState.HELD else None
-            self.timers.clear(("lease", lease.lease_id))
+            self.timers.clear("lease", lease.lease_id)
         gpus = self.leases.release(lease.lease_id)
         self.allocator.ended(gpus, now, read_after)
         if self.queue.waiting:
@@ -394,9 +407,9 @@ class Pool:
                     break
             else:
                 at = gpu.freed_at + delays[gpu.readings_wanted]
-                known_at = self.timers.get(("reading", endpoint_id))
+                known_at = self.timers.get("reading", endpoint_id)
                 if known_at is None or at < known_at:
-                    self.timers.set(("reading", endpoint_id), at)
+                    self.timers.set("reading", endpoint_id, at)
         self._effects.extend(map(ReadingWanted, wanted))
 
     # ---- Rule 9: renewing. Rule 10: time in which nobody served does not count
@@ -411,7 +424,7 @@ class Pool:
         ttl_seconds = lease.request.ttl_seconds
         expires_at = None if ttl_seconds is None else now + ttl_seconds
         if lease.state is LeaseState.OFFERED:
-            self.timers.clear(("lease", lease.lease_id))
+            self.timers.clear("lease", lease.lease_id)
             lease = lease.moved(LeaseState.HELD, expires_at=expires_at)
         else:
             lease = lease.extended(expires_at)
@@ -425,10 +438,10 @@ class Pool:
 
     def _set_lease_timer(self, lease: Lease) -> None:
         if lease.quarantine is not None:
-            self.timers.set(("lease", lease.lease_id), lease.quarantine.until)
+            self.timers.set("lease", lease.lease_id, lease.quarantine.until)
         elif lease.expires_at is not None:
             grace = self.settings.expiry_grace_seconds if lease.state is LeaseState.HELD else 0.0
-            self.timers.set(("lease", lease.lease_id), lease.expires_at + grace)
+            self.timers.set("lease", lease.lease_id, lease.expires_at + grace)
 
     def resume(self, now: float, unserved_seconds: float) -> None:
         """Nobody served the ledger for a while: every lease and every waiter gets one full TTL."""

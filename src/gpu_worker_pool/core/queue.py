@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
@@ -32,8 +32,8 @@ class Waiter:
     #: The GPUs kept for it, while it is the one for whom GPUs are kept.
     kept: tuple[str, ...] = ()
     state: RequestState = RequestState.WAITING
-    #: False for one that is rejected as soon as it comes.
-    is_queued: bool = False
+    #: Where it stands; None for one that is rejected as soon as it comes.
+    line: Line | None = field(default=None, repr=False, compare=False, init=False)
 
     @property
     def worker(self) -> str:
@@ -73,10 +73,13 @@ class WorkerQueue:
         self.waiting = 0
 
     def enqueue(self, waiter: Waiter, line: Line | None = None) -> None:
-        """Let it wait in its line; `line` is the one to begin where there is none for these wishes yet."""
+        """Let it wait at the end of its line; `line` is that, or one to begin if there is none for these wishes."""
         wishes = waiter.request.wishes
-        line = self._lines.setdefault(wishes, line or Line(wishes, is_plain=False))
+        line = line or self._lines.get(wishes) or Line(wishes, is_plain=False)
+        if not line.waiters:
+            self._lines[wishes] = line
         line.waiters[waiter.request.request_id] = waiter
+        waiter.line = line
         self.waiting += 1
 
     def dequeue(self) -> Waiter | None:
@@ -87,7 +90,8 @@ class WorkerQueue:
         return None
 
     def remove(self, waiter: Waiter) -> None:
-        line = self._lines[waiter.request.wishes]
+        line = waiter.line
+        assert line is not None  # it was enqueued
         del line.waiters[waiter.request.request_id]
         self.waiting -= 1
         if not line.waiters:

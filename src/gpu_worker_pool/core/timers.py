@@ -6,52 +6,58 @@ import math
 from heapq import heapify, heappop, heappush
 from typing import Literal
 
-#: What is due, and for whom.
-TimerKey = tuple[Literal["waiter", "lease", "reading"], str]
+Kind = Literal["waiter", "lease", "reading"]
 
 
 class Timers:
+    """At most one timer for each kind and name."""
+
     def __init__(self) -> None:
-        self._at: dict[TimerKey, float] = {}
+        self._at: dict[Kind, dict[str, float]] = {"waiter": {}, "lease": {}, "reading": {}}
         #: May hold entries that were set anew or cleared since; `_at` tells which are current.
-        self._heap: list[tuple[float, TimerKey]] = []
+        self._heap: list[tuple[float, Kind, str]] = []
         #: Nothing is due before this. Cheap to compare with; `next_at` makes it exact.
         self.not_before = math.inf
 
-    def set(self, key: TimerKey, at: float) -> None:
-        if self._at.get(key) == at:
+    def set(self, kind: Kind, name: str, at: float) -> None:
+        moments = self._at[kind]
+        if moments.get(name) == at:
             return
-        self._at[key] = at
+        moments[name] = at
         if at < self.not_before:
             self.not_before = at
-        heappush(self._heap, (at, key))
-        if len(self._heap) > 2 * len(self._at) + 64:
-            self._heap = [(at, key) for key, at in self._at.items()]
+        heappush(self._heap, (at, kind, name))
+        if len(self._heap) > 2 * len(self) + 64:
+            self._heap = self.items()
             heapify(self._heap)
 
-    def clear(self, key: TimerKey) -> None:
-        self._at.pop(key, None)
+    def clear(self, kind: Kind, name: str) -> None:
+        self._at[kind].pop(name, None)
 
-    def get(self, key: TimerKey) -> float | None:
-        return self._at.get(key)
+    def get(self, kind: Kind, name: str) -> float | None:
+        return self._at[kind].get(name)
 
     def next_at(self) -> float:
         """Infinity if nothing is set."""
         heap = self._heap
-        while heap and self._at.get(heap[0][1]) != heap[0][0]:
+        while heap:
+            at, kind, name = heap[0]
+            if self._at[kind].get(name) == at:
+                self.not_before = at
+                return at
             heappop(heap)
-        self.not_before = heap[0][0] if heap else math.inf
-        return self.not_before
+        self.not_before = math.inf
+        return math.inf
 
-    def pop_due(self, now: float) -> TimerKey | None:
+    def pop_due(self, now: float) -> tuple[Kind, str] | None:
         if self.not_before > now or self.next_at() > now:
             return None
-        _, key = heappop(self._heap)
-        del self._at[key]
-        return key
+        _, kind, name = heappop(self._heap)
+        del self._at[kind][name]
+        return kind, name
 
-    def items(self) -> dict[TimerKey, float]:
-        return dict(self._at)
+    def items(self) -> list[tuple[float, Kind, str]]:
+        return [(at, kind, name) for kind, moments in self._at.items() for name, at in moments.items()]
 
     def __len__(self) -> int:
-        return len(self._at)
+        return sum(map(len, self._at.values()))
