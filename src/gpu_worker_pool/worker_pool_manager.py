@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
 import weakref
 from asyncio import current_task
@@ -25,6 +24,7 @@ from gpu_worker_pool.core import (
     Ended,
     Granted,
     HolderGone,
+    Lease,
     LeaseEnded,
     LeaseState,
     Observed,
@@ -43,6 +43,8 @@ from gpu_worker_pool.core import (
     Wishes,
     explain_wishes,
 )
+from gpu_worker_pool.core.remembered import Outcome
+from gpu_worker_pool.core.wishes import as_names
 from gpu_worker_pool.errors import (
     AlreadyStartedError,
     ImpossibleRequestError,
@@ -64,7 +66,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from gpu_worker_pool.config import ConfigurationManager
-    from gpu_worker_pool.core import Effect, Event, Explanation, Lease
+    from gpu_worker_pool.core import Effect, Event, Explanation
     from gpu_worker_pool.core.wishes import Policy
     from gpu_worker_pool.models import GPUId, GPUStats
 
@@ -108,7 +110,7 @@ class _Holder(weakref.ref[GPUAssignment]):
     __slots__ = ("lease", "task", "worker")
 
     lease: Lease
-    #: Who asked, while that is still running.
+    #: Who asked, where that can be known. Weak: a task that failed keeps everything alive that it knew.
     task: weakref.ref[asyncio.Task[Any]] | None
     #: For a worker that is called back. It keeps its own assignment, so that it never looks abandoned.
     worker: tuple[WorkerInfo, GPUAssignment] | None
@@ -144,6 +146,10 @@ class WorkerPoolManager:
                 remember_at_most=REMEMBERED_OUTCOMES,
                 remembers_releases=False,
             )
+        if worker_timeout is not None and not worker_timeout >= 0:
+            raise ValueError(f"worker_timeout must be a number of seconds, 0 or more, not {worker_timeout!r}")
+        if max_assignment_age_seconds is not None and not max_assignment_age_seconds > 0:
+            raise ValueError(f"max_assignment_age_seconds must be above 0, not {max_assignment_age_seconds!r}")
         self._settings = settings
         self._worker_timeout = worker_timeout
         self._max_assignment_age_seconds = max_assignment_age_seconds
@@ -153,7 +159,7 @@ class WorkerPoolManager:
         # Names that no other pool gives, so that its assignments are not mistaken for ours.
         self._name = secrets.token_hex(3)
         self._serial = 0
-        self._last_explained = (-math.inf, PLAIN, "")
+        self._last_explained: tuple[object, str] = (None, "")
 
     # ---- Life
 
@@ -170,6 +176,7 @@ class WorkerPoolManager:
         self._holders: dict[str, _Holder] = {}
         self._timer: Timer | None = None
         self._timer_at = 0.0
+        self._readings_taken = 0
         #: Asked for with every reading, not with every request.
         self._is_talkative = _log.isEnabledFor(logging.INFO)
         self._pool = Pool(self._settings)
@@ -244,31 +251,26 @@ class WorkerPoolManager:
         request = self._request(wishes, label)
         now = self._now()
         deadline = self._deadline(timeout, now)
-        answer: Lease | Ended | None = None
-        for effect in pool.apply(Requested(request, deadline), now):
-            if type(effect) is Granted and effect.lease.request is request:
-                answer = effect.lease
-            elif type(effect) is Ended and effect.request_id == request.request_id:
-                answer = effect
-            else:
-                self._perform(effect)
-        if answer is None:
-            self._answers[request.request_id] = future = self._loop.create_future()
-            if self._is_talkative:
-                _log.info("%s waits: %s", request.worker_id, explain_wishes(pool, wishes, now).summary)
-            try:
-                answer = await future
-            except asyncio.CancelledError:
-                # Whether it was granted in this very step or not: the pool knows, and takes either back.
-                self._answers.pop(request.request_id, None)
-                if self._pool is pool:
-                    self._apply(Cancelled(request.request_id))
-                raise
-        if isinstance(answer, Ended):
-            raise self._error_of(pool, request, answer)
+        effects = pool.apply(Requested(request, deadline), now)
+        if len(effects) == 1 and type(granted := effects[0]) is Granted and granted.lease.request is request:
+            return self._hand_over(pool, granted.lease, current_task(self._loop))
+        self._answers[request.request_id] = answer = self._loop.create_future()
+        self._perform_all(effects)
+        if self._is_talkative and not answer.done():
+            _log.info("%s waits: %s", request.worker_id, explain_wishes(pool, wishes, now).summary)
+        try:
+            answered = await answer
+        except BaseException:
+            # Cancelled or thrown away; whether it was granted in this very step, the pool knows, and takes it back.
+            self._answers.pop(request.request_id, None)
+            if self._pool is pool:
+                self._apply(Cancelled(request.request_id))
+            raise
+        if isinstance(answered, Ended):
+            raise self._error_of(pool, request, answered)
         if self._pool is not pool:
             raise PoolStoppedError
-        return self._hand_over(pool, answer, current_task(self._loop))
+        return self._hand_over(pool, answered, current_task(self._loop))
 
     def enqueue_worker(self, worker: WorkerInfo, timeout: float | None = None, wishes: Wishes = PLAIN) -> None:
         """Ask on behalf of a worker that wants to be called back; `release_worker` gives its GPU back."""
@@ -279,8 +281,7 @@ class WorkerPoolManager:
         now = self._now()
         deadline = self._deadline(timeout, now)
         self._workers[request.request_id] = (request, worker)
-        for effect in pool.apply(Requested(request, deadline), now):
-            self._perform(effect)
+        self._perform_all(pool.apply(Requested(request, deadline), now))
 
     def _request(self, wishes: Wishes, label: str | None, worker_id: str | None = None) -> Request:
         self._serial += 1
@@ -305,7 +306,10 @@ class WorkerPoolManager:
             assignment = self._assignment(pool, lease)
         holder = _Holder(assignment, self._dropped)
         holder.lease = lease
-        holder.task = None if task is None else weakref.ref(task)
+        holder.task = None
+        # A task that only asks, as `gather` and `wait_for` make them, ends with the answer; who is behind it is unknown.
+        if task is not None and getattr(task.get_coro(), "cr_code", None) is not _ASKING:
+            holder.task = weakref.ref(task)
         holder.worker = None if worker is None else (worker, assignment)
         self._holders[worker_id] = holder
         if self._is_talkative:
@@ -340,7 +344,12 @@ class WorkerPoolManager:
         pool = self._pool
         if pool is None or get_ident() != self._thread:
             raise self._unusable()
-        holder = self._holders.get(assignment.worker_id)
+        try:
+            holder = self._holders.get(assignment.worker_id)
+        except AttributeError:
+            raise InvalidAssignmentError(
+                f"release_gpu takes the GPUAssignment that request_gpu returned, not {assignment!r}"
+            ) from None
         if holder is None:
             self._check_already_released(pool, assignment)
             return
@@ -362,23 +371,29 @@ class WorkerPoolManager:
 
     def _release(self, pool: Pool, holder: _Holder) -> None:
         lease = holder.lease
+        worker_id = lease.request.worker_id
         try:
             effects = pool.apply(Released(lease.lease_id), self._now())
         except LeaseEndedError as error:
-            raise StaleAssignmentError(f"{lease.request.worker_id}: {error}") from None
-        del self._holders[lease.request.worker_id]
-        for effect in effects:
-            self._perform(effect)
+            del self._holders[worker_id]
+            raise StaleAssignmentError(f"{worker_id}: {error}") from None
+        del self._holders[worker_id]
+        if effects:
+            self._perform_all(effects)
         if self._is_talkative:
-            _log.info("%s released %s", lease.request.worker_id, _shown(lease))
+            _log.info("%s released %s", worker_id, _shown(lease))
 
     def _check_already_released(self, pool: Pool, assignment: GPUAssignment) -> None:
-        worker_id, fence = assignment.worker_id, assignment.fence
-        outcome = None if fence is None else pool.outcomes.of_lease(f"lease-{fence}")
-        if outcome is not None and outcome.request.worker_id == worker_id:
-            why = "; ".join(outcome.reasons)
-            raise StaleAssignmentError(f"{worker_id} no longer holds GPU {assignment.gpu_id}: {why}")
-        if fence is None or fence > pool.fence or not worker_id.startswith(f"worker-{self._name}-"):
+        """Nobody holds it: harmless if it was released, an error if it was lost or never ours."""
+        worker_id = assignment.worker_id
+        known = pool.requests.get(worker_id)
+        if isinstance(known, Outcome):
+            raise StaleAssignmentError(f"{worker_id} no longer holds GPU {assignment.gpu_id}: {known.reasons[0]}")
+        if isinstance(known, Lease) and known.quarantine is not None:
+            raise StaleAssignmentError(f"{worker_id} lost GPU {assignment.gpu_id}: {known.quarantine.reason}")
+        ours, _, serial = worker_id.rpartition("-")
+        was_ours = ours == f"worker-{self._name}" and serial.isdecimal() and 0 < int(serial) <= self._serial
+        if not was_ours or (assignment.fence or 0) > pool.fence:
             raise InvalidAssignmentError(f"{worker_id} holds no GPU of this pool; was it assigned by another one?")
 
     def _dropped(self, holder: _Holder) -> None:
@@ -393,19 +408,25 @@ class WorkerPoolManager:
         worker_id = holder.lease.request.worker_id
         if self._pool is None or self._holders.get(worker_id) is not holder:
             return
+        lease = self._pool.leases.lookup(holder.lease.lease_id)
+        if lease is None or not lease.is_live:
+            return  # it was taken back, and that was told
+        until = "when the task that asked for it has finished and readings show the GPU empty"
+        if holder.task is None:
+            until = "when the pool stops: which task uses it cannot be known"
+        shown = _shown(lease)
         _log.warning(
-            "%s dropped its assignment of %s without release_gpu(); it is taken back when the task that asked for it"
-            " has finished and readings show the GPU empty",
-            worker_id,
-            _shown(holder.lease),
+            "%s dropped its assignment of %s without release_gpu(); it is taken back %s", worker_id, shown, until
         )
-        pool, lease_id = self._pool, holder.lease.lease_id
+        pool = self._pool
 
         def finished(_: object = None) -> None:
             if self._pool is pool:
-                self._apply(HolderGone(lease_id))
+                self._apply(HolderGone(lease.lease_id))
 
-        task = holder.task() if holder.task is not None else None
+        if holder.task is None:
+            return  # nobody knows when its worker is done, so nobody else gets the GPU
+        task = holder.task()
         if task is None or task.done():
             finished()
         else:
@@ -437,6 +458,7 @@ class WorkerPoolManager:
         """Take in readings of all GPUs of an endpoint, begun so many seconds ago."""
         self._running_pool()
         self._is_talkative = _log.isEnabledFor(logging.INFO)
+        self._readings_taken += 1
         self._apply(Observed(endpoint_id, tuple(readings), self._now() - age_seconds))
 
     def endpoint_lost(self, endpoint_id: str = "") -> None:
@@ -479,21 +501,28 @@ class WorkerPoolManager:
 
     def _apply(self, event: Event) -> None:
         assert self._pool is not None  # whoever calls this has looked
-        for effect in self._pool.apply(event, self._now()):
-            self._perform(effect)
+        self._perform_all(self._pool.apply(event, self._now()))
 
-    def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Granted):
-            self._tell_granted(effect.lease)
-        elif isinstance(effect, Ended):
-            self._tell_ended(effect)
-        elif isinstance(effect, WakeAt):
-            self._wake_at(effect.at)
-        elif isinstance(effect, ReadingWanted):
-            if self._on_reading_wanted is not None:
-                self._on_reading_wanted(effect.endpoint_id)
-        elif isinstance(effect, LeaseEnded):
-            self._tell_lost(effect)
+    def _perform_all(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Granted):
+                self._tell_granted(effect.lease)
+            elif isinstance(effect, Ended):
+                self._tell_ended(effect)
+            elif isinstance(effect, WakeAt):
+                self._wake_at(effect.at)
+            elif isinstance(effect, ReadingWanted):
+                self._want_reading(effect.endpoint_id)
+            elif isinstance(effect, LeaseEnded):
+                self._tell_lost(effect)
+
+    def _want_reading(self, endpoint_id: str) -> None:
+        if self._on_reading_wanted is not None:
+            try:
+                self._on_reading_wanted(endpoint_id)
+            except Exception:
+                # Whoever reads may fail; those to whom something was granted must be told all the same.
+                _log.exception("no fresh reading of %s", endpoint_id or "the GPUs")
 
     def _tell_granted(self, lease: Lease) -> None:
         request_id = lease.request.request_id
@@ -535,7 +564,8 @@ class WorkerPoolManager:
     def _tick(self) -> None:
         self._timer = None
         if self._pool is not None:
-            self._apply(Ticked())
+            # Loops round: a timer may come a moment early, and what is due must not wait for the next one.
+            self._perform_all(self._pool.apply(Ticked(), max(self._now(), self._timer_at)))
 
     def _error_of(self, pool: Pool, request: Request, effect: Ended) -> Exception:
         if effect.state is RequestState.REJECTED:
@@ -553,12 +583,13 @@ class WorkerPoolManager:
 
     def _why_not(self, pool: Pool, wishes: Wishes) -> str:
         # Very many may time out in one moment; they are told the same, which is found out once.
-        if self._last_explained[:2] != (pool.now, wishes):
+        moment = (pool.now, pool.fence, len(pool.leases), self._readings_taken, wishes)
+        if self._last_explained[0] != moment:
             gpus = explain_wishes(pool, wishes, pool.now).gpus
             shown = "".join(f"\n  {gpu}" for gpu in gpus[:MOST_GPUS_TOLD])
             more = f"\n  and {len(gpus) - MOST_GPUS_TOLD} more" if len(gpus) > MOST_GPUS_TOLD else ""
-            self._last_explained = (pool.now, wishes, f"{shown}{more}" if gpus else "there are no GPUs")
-        return self._last_explained[2]
+            self._last_explained = (moment, f"{shown}{more}" if gpus else "there are no GPUs")
+        return self._last_explained[1]
 
     # ---- Whether it may be called at all
 
@@ -569,6 +600,10 @@ class WorkerPoolManager:
 
     def _unusable(self) -> NotStartedError | WrongThreadError:
         return NotStartedError() if self._pool is None else WrongThreadError()
+
+
+#: What a task runs that only asks.
+_ASKING = WorkerPoolManager.request_gpu.__code__
 
 
 def _wishes(
@@ -588,8 +623,8 @@ def _wishes(
         share=share,
         min_free_memory_mb=min_free_memory_mb,
         gpu_model=gpu_model,
-        only=None if only is None else tuple(map(str, only)),
-        exclude=() if exclude is None else tuple(map(str, exclude)),
+        only=None if only is None else as_names("only", only),
+        exclude=() if exclude is None else as_names("exclude", exclude),
         priority=priority,
         policy=policy,
     )

@@ -41,7 +41,7 @@ class Wishes:
         for name in ("only", "exclude"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, _as_names(name, value))
+                object.__setattr__(self, name, as_names(name, value))
         self._validate()
         # Wishes are the key of every queue look-up, so they are hashed once.
         object.__setattr__(
@@ -109,7 +109,8 @@ def names_gpu(name: str, reading: Reading) -> bool:
     return uuid is not None and name.startswith(("GPU-", "MIG-")) and uuid.startswith(name)
 
 
-def _as_names(field_name: str, value: object) -> tuple[str, ...]:
+def as_names(field_name: str, value: object) -> tuple[str, ...]:
+    """GPU ids and UUIDs as wishes keep them."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise ValueError(f"{field_name} must be a list of GPU ids or UUIDs, not {value!r}")
     names = []
