@@ -12,6 +12,7 @@ import secrets
 import weakref
 from asyncio import current_task
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timedelta
 from threading import get_ident
 from time import monotonic
@@ -74,7 +75,6 @@ __all__ = ["StaleAssignmentError", "WorkerPoolManager", "WorkerTimeoutError"]
 
 _log = logging.getLogger(__name__)
 
-#: Within one process no id comes twice: only what went wrong needs to be remembered, for late messages.
 REMEMBERED_OUTCOMES = 1000
 #: An error explains so many GPUs one by one.
 MOST_GPUS_TOLD = 16
@@ -143,9 +143,10 @@ class WorkerPoolManager:
                 memory_threshold_percent=config.get_memory_threshold(),
                 utilization_threshold_percent=config.get_utilization_threshold(),
                 poll_seconds=config.get_polling_interval(),
-                remember_at_most=REMEMBERED_OUTCOMES,
-                remembers_releases=False,
             )
+        # Within one process no id comes twice: only what went wrong is remembered, for late messages.
+        at_most = settings.remember_at_most or REMEMBERED_OUTCOMES
+        settings = replace(settings, remember_at_most=at_most, remembers_releases=False)
         if worker_timeout is not None and not worker_timeout >= 0:
             raise ValueError(f"worker_timeout must be a number of seconds, 0 or more, not {worker_timeout!r}")
         if max_assignment_age_seconds is not None and not max_assignment_age_seconds > 0:
@@ -307,7 +308,7 @@ class WorkerPoolManager:
         holder = _Holder(assignment, self._dropped)
         holder.lease = lease
         holder.task = None
-        # A task that only asks, as `gather` and `wait_for` make them, ends with the answer; who is behind it is unknown.
+        # A task that only asks, as `gather` and `wait_for` make them, ends with the answer; who is behind it is open.
         if task is not None and getattr(task.get_coro(), "cr_code", None) is not _ASKING:
             holder.task = weakref.ref(task)
         holder.worker = None if worker is None else (worker, assignment)
@@ -387,7 +388,7 @@ class WorkerPoolManager:
         """Nobody holds it: harmless if it was released, an error if it was lost or never ours."""
         worker_id = assignment.worker_id
         known = pool.requests.get(worker_id)
-        if isinstance(known, Outcome):
+        if isinstance(known, Outcome) and known.lease_state is not LeaseState.RELEASED:
             raise StaleAssignmentError(f"{worker_id} no longer holds GPU {assignment.gpu_id}: {known.reasons[0]}")
         if isinstance(known, Lease) and known.quarantine is not None:
             raise StaleAssignmentError(f"{worker_id} lost GPU {assignment.gpu_id}: {known.quarantine.reason}")
