@@ -158,7 +158,7 @@ class WorkerPoolManager:
         self._given_clock = clock
         self._pool: Pool | None = None
         # Names that no other pool gives, so that its assignments are not mistaken for ours.
-        self._name = secrets.token_hex(3)
+        self._prefix = f"worker-{secrets.token_hex(3)}-"
         self._serial = 0
         self._last_explained: tuple[object, str] = (None, "")
 
@@ -249,7 +249,9 @@ class WorkerPoolManager:
             wishes = PLAIN
         else:
             wishes = _wishes(count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy)
-        request = self._request(wishes, label)
+        self._serial = serial = self._serial + 1
+        name = f"{self._prefix}{serial}"
+        request = Request(name, wishes, name, "", label, self._max_assignment_age_seconds)
         now = self._now()
         deadline = self._deadline(timeout, now)
         effects = pool.apply(Requested(request, deadline), now)
@@ -278,16 +280,13 @@ class WorkerPoolManager:
         pool = self._running_pool()
         if worker.id in self._holders or any(worker.id == waiting.id for _, waiting in self._workers.values()):
             raise ValueError(f"worker {worker.id!r} waits or holds a GPU already")
-        request = self._request(wishes, None, worker.id)
+        self._serial += 1
+        name = f"{self._prefix}{self._serial}"
+        request = Request(name, wishes, worker.id, "", None, self._max_assignment_age_seconds)
         now = self._now()
         deadline = self._deadline(timeout, now)
         self._workers[request.request_id] = (request, worker)
         self._perform_all(pool.apply(Requested(request, deadline), now))
-
-    def _request(self, wishes: Wishes, label: str | None, worker_id: str | None = None) -> Request:
-        self._serial += 1
-        name = f"worker-{self._name}-{self._serial}"
-        return Request(name, wishes, worker_id or name, "", label, self._max_assignment_age_seconds)
 
     def _deadline(self, timeout: float | None, now: float) -> float | None:
         if timeout is None:
@@ -392,8 +391,8 @@ class WorkerPoolManager:
             raise StaleAssignmentError(f"{worker_id} no longer holds GPU {assignment.gpu_id}: {known.reasons[0]}")
         if isinstance(known, Lease) and known.quarantine is not None:
             raise StaleAssignmentError(f"{worker_id} lost GPU {assignment.gpu_id}: {known.quarantine.reason}")
-        ours, _, serial = worker_id.rpartition("-")
-        was_ours = ours == f"worker-{self._name}" and serial.isdecimal() and 0 < int(serial) <= self._serial
+        serial = worker_id.removeprefix(self._prefix)
+        was_ours = serial != worker_id and serial.isdecimal() and 0 < int(serial) <= self._serial
         if not was_ours or (assignment.fence or 0) > pool.fence:
             raise InvalidAssignmentError(f"{worker_id} holds no GPU of this pool; was it assigned by another one?")
 

@@ -174,32 +174,36 @@ class Pool:
     def _assign(self, now: float) -> None:
         """Grant whatever can be granted to those who wait, in order."""
         self._has_new_line = False
-        lines = self.queue.lines()
-        if len(lines) == 1:
-            self._serve(lines[0], now)
+        line = self.queue.only_line()
+        if line is not None:
+            self._serve(line, now)
             return
-        is_keeping = False
         #: What whoever comes later cannot have.
         withheld: set[str] = set()
+        overtaken: list[Waiter] = []
         for line, waiter in self.queue.heads():
             gpus = self._choose(line, withheld, now)
             if gpus is not None:
                 self._grant_waiter(waiter, gpus, now)
+                # Whoever could not be kept anything before may lack only what was granted just now.
+                self._keep_for_first(overtaken, withheld, now)
                 continue
             line.tried = True
             if self.allocator.freed:
                 withheld.update(gpus_to_await(self.allocator, line.wishes, now))
-            if not is_keeping and now - waiter.enqueued_at >= self.settings.max_bypass_seconds:
-                kept = self._keep(waiter, now)
-                is_keeping = bool(kept)
-                withheld.update(kept)
+            if now - waiter.enqueued_at >= self.settings.max_bypass_seconds:
+                overtaken.append(waiter)
+                self._keep_for_first(overtaken[-1:], withheld, now)
         self._improved.clear()
 
     def _serve(self, line: Line, now: float) -> None:
         """The same where all wait for the same thing, as they mostly do: nobody can be passed over."""
-        while line.waiters and (gpus := self._choose(line, (), now)) is not None:
+        while line.waiters:
+            gpus = self.allocator.best_plain((), now) if line.is_plain else self._choose(line, (), now)
+            if gpus is None:
+                line.tried = True
+                break
             self._grant_waiter(line.head, gpus, now)
-        line.tried = True
         self._improved.clear()
 
     def _choose(self, line: Line, withheld: Collection[str], now: float) -> tuple[GPUResourceState, ...] | None:
@@ -215,16 +219,21 @@ class Pool:
                 candidates = changed
         return allocator.best(wishes, candidates, withheld, now)
 
-    def _keep(self, waiter: Waiter, now: float) -> Sequence[str]:
-        """Keep GPUs for a waiter that has been overtaken for long enough; whoever comes after it cannot have them."""
-        kept = gpus_to_keep(self.allocator, waiter, self._improved.values() if waiter is self.keeper else None, now)
-        previous = self.keeper
-        if previous is not None and (previous is not waiter or previous.kept != kept):
-            self._improve(previous.kept)
-            previous.kept = ()
-        waiter.kept = kept
-        self.keeper = waiter if kept else None
-        return kept
+    def _keep_for_first(self, overtaken: list[Waiter], withheld: set[str], now: float) -> None:
+        """Keep GPUs for the first of those that were overtaken for long enough; who comes after it cannot have them."""
+        for waiter in overtaken:
+            keeper = self.keeper
+            if keeper is not None and keeper.order < waiter.order:
+                return  # they are kept for an earlier one
+            kept = gpus_to_keep(self.allocator, waiter, self._improved.values() if waiter is keeper else None, now)
+            if keeper is not None and keeper.kept != kept and (kept or waiter is keeper):
+                self._improve(keeper.kept)
+                keeper.kept = ()
+                self.keeper = None
+            if kept:
+                waiter.kept, self.keeper = kept, waiter
+                withheld.update(kept)
+                return
 
     def _grant_waiter(self, waiter: Waiter, gpus: tuple[GPUResourceState, ...], now: float) -> None:
         self._leave_queue(waiter, RequestState.GRANTED)
@@ -281,14 +290,13 @@ class Pool:
                 self.keeper = None
 
     def _set_waiter_timer(self, waiter: Waiter) -> None:
-        at = min(
-            math.inf if waiter.deadline is None else waiter.deadline,
-            math.inf if waiter.gives_up_at is None else waiter.gives_up_at,
-        )
-        if at < math.inf:
-            self.timers.set("waiter", waiter.request.request_id, at)
-        else:
+        at = waiter.deadline
+        if at is None or (waiter.gives_up_at is not None and waiter.gives_up_at < at):
+            at = waiter.gives_up_at
+        if at is None:
             self.timers.clear("waiter", waiter.request.request_id)
+        else:
+            self.timers.set("waiter", waiter.request.request_id, at)
 
     # ---- Rule 5: impossible requests fail at once. Rule 9: ids are remembered
 
@@ -310,8 +318,9 @@ class Pool:
             if gpus is not None:
                 self._grant(request, now, event.asking_until, gpus, now)
                 return
-        waiter = Waiter(request, self.ticket, now)
-        self._listens(waiter, event, now)
+        waiter = Waiter(request, self.ticket, now, event.deadline)
+        if event.asking_until is not None:
+            self._listens(waiter, event, now)
         reasons = allocator.impossible(wishes)
         if reasons:
             self._end_request(waiter, RequestState.REJECTED, now, reasons)

@@ -110,6 +110,14 @@ class WorkerQueue:
     def line(self, wishes: Wishes) -> Line | None:
         return self._lines.get(wishes)
 
+    def only_line(self) -> Line | None:
+        """The line in which all stand, if all stand in one."""
+        if len(self._lines) != 1:
+            return None
+        for line in self._lines.values():
+            return line
+        return None
+
     def lines(self) -> list[Line]:
         return list(self._lines.values())
 

@@ -32,7 +32,9 @@ class RankedSet(Generic[Item]):
             heapify(self._heap)
 
     def discard(self, item: Item) -> None:
-        self._rank.pop(item, None)
+        # Mostly the best is taken, and then nothing outdated need be left behind.
+        if self._rank.pop(item, None) is not None and self._heap[0][1] is item:
+            heappop(self._heap)
 
     def best(self) -> Item | None:
         heap, ranks = self._heap, self._rank

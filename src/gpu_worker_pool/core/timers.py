@@ -16,23 +16,28 @@ class Timers:
         self._at: dict[Kind, dict[str, float]] = {"waiter": {}, "lease": {}, "reading": {}}
         #: May hold entries that were set anew or cleared since; `_at` tells which are current.
         self._heap: list[tuple[float, Kind, str]] = []
+        self._size = 0
         #: Nothing is due before this. Cheap to compare with; `next_at` makes it exact.
         self.not_before = math.inf
 
     def set(self, kind: Kind, name: str, at: float) -> None:
         moments = self._at[kind]
-        if moments.get(name) == at:
+        known_at = moments.get(name)
+        if known_at == at:
             return
+        if known_at is None:
+            self._size += 1
         moments[name] = at
         if at < self.not_before:
             self.not_before = at
         heappush(self._heap, (at, kind, name))
-        if len(self._heap) > 2 * len(self) + 64:
+        if len(self._heap) > 2 * self._size + 64:
             self._heap = self.items()
             heapify(self._heap)
 
     def clear(self, kind: Kind, name: str) -> None:
-        self._at[kind].pop(name, None)
+        if self._at[kind].pop(name, None) is not None:
+            self._size -= 1
 
     def get(self, kind: Kind, name: str) -> float | None:
         return self._at[kind].get(name)
@@ -53,11 +58,11 @@ class Timers:
         if self.not_before > now or self.next_at() > now:
             return None
         _, kind, name = heappop(self._heap)
-        del self._at[kind][name]
+        self.clear(kind, name)
         return kind, name
 
     def items(self) -> list[tuple[float, Kind, str]]:
         return [(at, kind, name) for kind, moments in self._at.items() for name, at in moments.items()]
 
     def __len__(self) -> int:
-        return sum(map(len, self._at.values()))
+        return self._size
