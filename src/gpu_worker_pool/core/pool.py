@@ -495,8 +495,8 @@ class Pool:
 
     def _quarantine_ended(self, event: QuarantineEnded, now: float) -> None:
         lease = self.leases.lookup(event.lease_id)
-        assert lease is not None  # else it was not legal
-        self._end_lease(lease, LeaseState.RECLAIMED, now, "an administrator ended its quarantine")
+        if lease is not None:  # else it ended by itself in the same moment
+            self._end_lease(lease, LeaseState.RECLAIMED, now, "an administrator ended its quarantine")
 
     # ---- Readings
 

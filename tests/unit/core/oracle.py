@@ -184,7 +184,7 @@ class Oracle:
         for gpu_id in lease.gpu_ids:
             card = self.cards[gpu_id]
             del card.promises[lease_id]
-            if lease.request.ttl_seconds is not None and was_told:
+            if (lease.request.ttl_seconds is not None or lease.quarantine is not None) and was_told:
                 ended = now if lease.quarantine is None else lease.quarantine.since
                 card.last_lease_ended = max(card.last_lease_ended, ended)
 

@@ -816,6 +816,13 @@ def test_rule_11_where_nothing_can_be_seen_it_lasts_until_an_administrator_ends_
     assert granted(story.reads(gpu(0))) == [("b", ("0",))]
 
 
+def test_rule_11_an_administrator_may_be_late_by_a_moment(story: Story) -> None:
+    lease = expired(story)
+    story.reads(gpu(0), after=4.0)
+    story.now += 2.0
+    assert granted(story.happens(QuarantineEnded(lease.lease_id))) == [("b", ("0",))]
+
+
 def test_rule_11_a_gpu_that_ceased_to_exist_loses_its_leases(story: Story) -> None:
     story.reads(*gpus(2))
     story.asks("a", ttl=TTL)
