@@ -29,6 +29,7 @@ from gpu_worker_pool.core import (
     LeaseEnded,
     LeaseState,
     Observed,
+    Outcome,
     Pool,
     PoolSettings,
     Reading,
@@ -44,7 +45,6 @@ from gpu_worker_pool.core import (
     Wishes,
     explain_wishes,
 )
-from gpu_worker_pool.core.remembered import Outcome
 from gpu_worker_pool.core.wishes import as_names
 from gpu_worker_pool.errors import (
     AlreadyStartedError,
@@ -256,7 +256,7 @@ class WorkerPoolManager:
         deadline = self._deadline(timeout, now)
         effects = pool.apply(Requested(request, deadline), now)
         if len(effects) == 1 and type(granted := effects[0]) is Granted and granted.lease.request is request:
-            return self._hand_over(pool, granted.lease, current_task(self._loop))
+            return self._hand_over(granted.lease, current_task(self._loop))
         self._answers[request.request_id] = answer = self._loop.create_future()
         self._perform_all(effects)
         if self._is_talkative and not answer.done():
@@ -273,7 +273,7 @@ class WorkerPoolManager:
             raise self._error_of(pool, request, answered)
         if self._pool is not pool:
             raise PoolStoppedError
-        return self._hand_over(pool, answered, current_task(self._loop))
+        return self._hand_over(answered, current_task(self._loop))
 
     def enqueue_worker(self, worker: WorkerInfo, timeout: float | None = None, wishes: Wishes = PLAIN) -> None:
         """Ask on behalf of a worker that wants to be called back; `release_worker` gives its GPU back."""
@@ -296,14 +296,15 @@ class WorkerPoolManager:
         return None if timeout is None else now + timeout
 
     def _hand_over(
-        self, pool: Pool, lease: Lease, task: asyncio.Task[Any] | None, worker: WorkerInfo | None = None
+        self, lease: Lease, task: asyncio.Task[Any] | None, worker: WorkerInfo | None = None
     ) -> GPUAssignment:
         worker_id = lease.request.worker_id
-        if len(lease.gpu_ids) == 1 and not lease.endpoint_id:
-            gpu = pool.allocator.gpus[lease.gpu_ids[0]]
-            assignment = assignment_of_one_gpu(gpu.index, worker_id, datetime.now(), gpu.uuids, lease.fence)
+        if len(lease.held) == 1 and not lease.endpoint_id:
+            gpu = lease.held[0]
+            uuids = () if gpu.uuid is None else (gpu.uuid,)
+            assignment = assignment_of_one_gpu(gpu.index, worker_id, datetime.now(), uuids, lease.fence)
         else:
-            assignment = self._assignment(pool, lease)
+            assignment = _assignment(lease)
         holder = _Holder(assignment, self._dropped)
         holder.lease = lease
         holder.task = None
@@ -315,27 +316,6 @@ class WorkerPoolManager:
         if self._is_talkative:
             _log.info("%s was assigned %s", worker_id, _shown(lease))
         return assignment
-
-    def _assignment(self, pool: Pool, lease: Lease) -> GPUAssignment:
-        gpus = pool.leases.gpus_of(lease.lease_id)
-        worker_id = lease.request.worker_id
-        indices = [gpu.index for gpu in gpus]
-        uuids = [uuid for gpu in gpus for uuid in gpu.uuids]
-        gpu_uuids = uuids if len(uuids) == len(gpus) else ()
-        if lease.endpoint_id:
-            return GlobalGPUAssignment(
-                lease.gpu_ids[0],
-                lease.endpoint_id,
-                indices[0],
-                worker_id,
-                datetime.now(),
-                gpu_ids=lease.gpu_ids,
-                gpu_uuids=gpu_uuids,
-                fence=lease.fence,
-            )
-        return GPUAssignment(
-            indices[0], worker_id, datetime.now(), gpu_ids=indices, gpu_uuids=gpu_uuids, fence=lease.fence
-        )
 
     # ---- Giving back
 
@@ -355,7 +335,7 @@ class WorkerPoolManager:
             return
         if holder() is not assignment:
             # A copy will do; another assignment will not.
-            mine = self._assignment(pool, holder.lease)
+            mine = _assignment(holder.lease)
             if assignment.gpu_ids != mine.gpu_ids or assignment.fence not in (None, mine.fence):
                 held = _shown(holder.lease)
                 raise InvalidAssignmentError(f"{assignment.worker_id} holds {held}, not GPU {assignment.gpu_id}")
@@ -482,7 +462,7 @@ class WorkerPoolManager:
                 worker = holder.worker[0]
             else:
                 worker = WorkerInfo(lease.request.worker_id, wall - timedelta(seconds=now - lease.requested_at))
-            for gpu in pool.leases.gpus_of(lease.lease_id):
+            for gpu in lease.held:
                 name: GPUId = gpu.gpu_id if lease.endpoint_id else gpu.index
                 assignments.setdefault(name, []).append(worker)
         return PoolStatus(
@@ -529,7 +509,7 @@ class WorkerPoolManager:
         answer = self._answers.pop(request_id, None)
         if answer is None:
             _, worker = self._workers.pop(request_id)
-            assignment = self._hand_over(self._running_pool(), lease, None, worker)
+            assignment = self._hand_over(lease, None, worker)
             self._loop.call_soon(worker.callback, assignment.gpu_id)
         elif not answer.done():
             answer.set_result(lease)
@@ -628,6 +608,25 @@ def _wishes(
         priority=priority,
         policy=policy,
     )
+
+
+def _assignment(lease: Lease) -> GPUAssignment:
+    worker_id, held = lease.request.worker_id, lease.held
+    uuids = [gpu.uuid for gpu in held if gpu.uuid is not None]
+    gpu_uuids = uuids if len(uuids) == len(held) else ()
+    if lease.endpoint_id:
+        return GlobalGPUAssignment(
+            lease.gpu_ids[0],
+            lease.endpoint_id,
+            held[0].index,
+            worker_id,
+            datetime.now(),
+            gpu_ids=lease.gpu_ids,
+            gpu_uuids=gpu_uuids,
+            fence=lease.fence,
+        )
+    indices = [gpu.index for gpu in held]
+    return GPUAssignment(indices[0], worker_id, datetime.now(), gpu_ids=indices, gpu_uuids=gpu_uuids, fence=lease.fence)
 
 
 def _shown(lease: Lease) -> str:

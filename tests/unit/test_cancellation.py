@@ -323,6 +323,15 @@ def number_of_steps(scenario: Scenario) -> int:
     return scenario.loop.steps - before
 
 
+def last_steps(scenario: Scenario) -> dict[str, int]:
+    """After which step each worker can be cancelled for the last time."""
+    last: dict[str, int] = {}
+    while scenario.loop.step():
+        last |= {name: scenario.loop.steps for name, task in scenario.workers.items() if not task.done()}
+    scenario.finish()
+    return last
+
+
 @pytest.fixture(autouse=True)
 def _no_warnings(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Whoever was cancelled has nothing to be warned of, and nothing that dies later complains."""
@@ -384,18 +393,15 @@ def test_everybody_but_one_is_cancelled_at_whatever_step() -> None:
 
 def test_any_two_are_cancelled_at_any_two_steps() -> None:
     """The same one twice is among them: the second time finds it waiting, giving back, or gone."""
-    names = ("pair", "first", "second", "hasty")
-    steps = number_of_steps(Queue())
-    for first_step, second_step in combinations_with_replacement(range(1, steps + 1), 2):
-        for one in names:
-            for other in names:
-                with told(f"{one} cancelled after step {first_step}, {other} after step {second_step}"):
-                    scenario = Queue(checks=False)  # thousands of runs: the books are looked at in the end
-                    scenario.loop.run_until(first_step)
-                    cancelled = [one] if scenario.cancel(one) else []
-                    scenario.loop.run_until(second_step)
-                    cancelled += [other] if scenario.cancel(other) else []
-                    scenario.finish(cancelled=cancelled)
+    moments = [(step, name) for name, last in last_steps(Queue()).items() for step in range(1, last + 1)]
+    for (first_step, one), (second_step, other) in combinations_with_replacement(sorted(moments), 2):
+        with told(f"{one} cancelled after step {first_step}, {other} after step {second_step}"):
+            scenario = Queue(checks=False)  # thousands of runs: the books are looked at in the end
+            scenario.loop.run_until(first_step)
+            cancelled = [one] if scenario.cancel(one) else []
+            scenario.loop.run_until(second_step)
+            cancelled += [other] if scenario.cancel(other) else []
+            scenario.finish(cancelled=cancelled)
 
 
 def test_cancelled_at_whatever_step_while_everything_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -1022,6 +1022,16 @@ def replace_fields(held: GPUAssignment, **changes: Any) -> GPUAssignment:
     )
 
 
+async def test_an_assignment_of_a_worker_that_was_never_served_is_refused(pool: WorkerPoolManager) -> None:
+    await pool.request_gpu(count=2)
+    with pytest.raises(WorkerTimeoutError) as timeout:
+        await pool.request_gpu(timeout=0)
+    worker = re.search(r"worker-[\w-]+", str(timeout.value))
+    assert worker is not None
+    with pytest.raises(ValueError, match=worker.group()):
+        await pool.release_gpu(GPUAssignment(0, worker.group(), NOW))
+
+
 async def test_another_pools_assignment_is_refused(pool: WorkerPoolManager) -> None:
     async with WorkerPoolManager() as other:
         other.observe(gpus(2))
@@ -1385,6 +1395,19 @@ async def test_a_released_assignment_may_be_dropped(pool: WorkerPoolManager, cap
     assert warnings(caplog) == []
 
 
+async def test_released_by_a_copy_before_anybody_looked_it_was_not_dropped(
+    pool: WorkerPoolManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That an object is gone is heard of in the next step of the loop, when there is nothing to warn of any more."""
+    held = await pool.request_gpu()
+    again = copy.copy(held)
+    del held
+    await pool.release_gpu(again)
+    await settle()
+    assert warnings(caplog) == []
+    assert pool.get_pool_status().available_gpus == 2
+
+
 async def test_while_the_task_that_asked_runs_its_gpu_is_its_own(
     pool: WorkerPoolManager, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1406,6 +1429,11 @@ async def test_while_the_task_that_asked_runs_its_gpu_is_its_own(
     assert len(warnings(caplog)) == 1
     may_end.set()
     assert await task == 0
+    await settle()
+    for _ in range(6):
+        await clock.run(1.0)
+        pool.observe(gpus(2))
+    assert pool.get_pool_status().available_gpus == 2, "now the task has finished, and the GPU is empty"
 
 
 async def gathered(pool: WorkerPoolManager) -> list[Any]:
@@ -1416,7 +1444,16 @@ async def waited_for(pool: WorkerPoolManager) -> list[Any]:
     return [(await asyncio.wait_for(pool.request_gpu(), 10.0)).gpu_id for _ in range(2)]
 
 
-@pytest.mark.parametrize("ask_for_two", [gathered, waited_for])
+async def gathered_through_a_function(pool: WorkerPoolManager) -> list[Any]:
+    """As everybody asks who has a client, or a retry, or a log line around it."""
+
+    async def ask_for_one() -> GPUAssignment:
+        return await pool.request_gpu()
+
+    return [assignment.gpu_id for assignment in await asyncio.gather(ask_for_one(), ask_for_one())]
+
+
+@pytest.mark.parametrize("ask_for_two", [gathered, waited_for, gathered_through_a_function])
 async def test_who_asked_by_way_of_a_helper_task_keeps_its_gpus_while_it_runs(
     pool: WorkerPoolManager, clock: FakeClock, ask_for_two: Callable[[WorkerPoolManager], Awaitable[list[Any]]]
 ) -> None:

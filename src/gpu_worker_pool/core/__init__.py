@@ -9,15 +9,15 @@
 | 5 | impossible requests fail at once | `allocator.GPUAllocator.impossible` |
 | 6 | every request ends exactly once | `moves.REQUEST_MOVES`, `Pool._end_request` |
 | 7 | a cancelled grant is given back | `Pool._cancelled` |
-| 8 | release hands on at once | `Pool._end_lease`, `Pool._want_readings` |
+| 8 | release hands on at once | `Pool._end_lease`, `Pool._want_readings`, `keeping.gpus_to_await` |
 | 9 | ids are remembered | `Pool._requested`, `legality`, `remembered` |
-| 10 | time in which nobody served does not count | `Pool.resume`, `saved` |
+| 10 | time in which nobody served does not count | `Pool._resumed`, `saved` |
 | 11 | quarantine | `Pool._quarantine`, `evidence` |
 | 12 | why a request waits | `explanation` |
 """
 
 from gpu_worker_pool.core.allocator import GPUAllocator
-from gpu_worker_pool.core.assignments import Lease, LevelBefore, WorkerAssignmentTracker
+from gpu_worker_pool.core.assignments import HeldGPU, Lease, Quarantine, WorkerAssignmentTracker
 from gpu_worker_pool.core.effects import Effect, Ended, Granted, LeaseEnded, ReadingWanted, WakeAt
 from gpu_worker_pool.core.events import (
     Cancelled,
@@ -30,6 +30,7 @@ from gpu_worker_pool.core.events import (
     Renewed,
     Request,
     Requested,
+    Resumed,
     Stopped,
     Ticked,
     Unreachable,
@@ -42,6 +43,7 @@ from gpu_worker_pool.core.obstacles import Obstacle, ObstacleKind
 from gpu_worker_pool.core.pool import Pool
 from gpu_worker_pool.core.queue import Waiter, WorkerQueue
 from gpu_worker_pool.core.readings import ProcessReading, Reading
+from gpu_worker_pool.core.remembered import Outcome
 from gpu_worker_pool.core.saved import restore, save
 from gpu_worker_pool.core.settings import PoolSettings, Strategy
 from gpu_worker_pool.core.wishes import PLAIN, Wishes
@@ -58,17 +60,19 @@ __all__ = [
     "GPUResourceState",
     "GPUsVanished",
     "Granted",
+    "HeldGPU",
     "HolderGone",
     "Lease",
     "LeaseEnded",
     "LeaseState",
-    "LevelBefore",
     "Observed",
     "Obstacle",
     "ObstacleKind",
+    "Outcome",
     "Pool",
     "PoolSettings",
     "ProcessReading",
+    "Quarantine",
     "QuarantineEnded",
     "Reading",
     "ReadingWanted",
@@ -77,6 +81,7 @@ __all__ = [
     "Request",
     "RequestState",
     "Requested",
+    "Resumed",
     "Stopped",
     "Strategy",
     "Ticked",

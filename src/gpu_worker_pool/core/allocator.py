@@ -9,7 +9,7 @@ from dataclasses import replace
 from heapq import nsmallest
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.core.assignments import LevelBefore
+from gpu_worker_pool.core.assignments import HeldGPU
 from gpu_worker_pool.core.balancing import balancer_for
 from gpu_worker_pool.core.gpus import EndpointState, GPUResourceState
 from gpu_worker_pool.core.obstacles import lasting_obstacles, obstacles, reading_obstacles
@@ -55,7 +55,7 @@ class GPUAllocator:
             # A GPU that is listed twice counts once, and belongs to the endpoint that showed it first.
             if gpu.endpoint is endpoint and gpu.gpu_id not in seen:
                 seen.add(gpu.gpu_id)
-                self._set_reading(gpu, reading)
+                self._set_reading(gpu, reading, begun_at)
         endpoint.present = len(seen)
         for gpu in endpoint.gpus.values():
             if gpu.gpu_id not in seen:
@@ -173,13 +173,18 @@ class GPUAllocator:
             self._balancer.chosen(endpoint)
             self._rank(endpoint)
 
-    def ended(self, gpus: Sequence[GPUResourceState], now: float, read_after: float | None) -> None:
+    def ended(
+        self, gpus: Sequence[GPUResourceState], held: Sequence[HeldGPU], now: float, read_after: float | None
+    ) -> None:
         """A lease on them ended; readings begun before `read_after` do not show whether they are free."""
-        for gpu in gpus:
+        for gpu, before in zip(gpus, held, strict=True):
             gpu.freed_at, gpu.readings_wanted = now, 0
             self.freed[gpu.gpu_id] = gpu
             if read_after is not None:
                 gpu.read_after = read_after
+            if not gpu.leases:
+                # Until it is read again: the last reading shows the load of the one who had it.
+                gpu.as_held = before
             self._index(gpu)
         if self._only_endpoint is None:
             self._rank(gpus[0].endpoint)
@@ -218,21 +223,29 @@ class GPUAllocator:
 
     # Inside
 
-    def _set_reading(self, gpu: GPUResourceState, reading: Reading | None) -> None:
+    def _set_reading(self, gpu: GPUResourceState, reading: Reading | None, begun_at: float = 0.0) -> None:
         if reading is None:
             gpu.reading = None
             gpu.is_plainly_usable = False
             return
+        if begun_at > gpu.freed_at or gpu.leases:
+            gpu.as_held = HeldGPU(
+                gpu.gpu_id,
+                reading.index,
+                reading.uuid,
+                reading.name,
+                reading.memory_used_mb,
+                reading.memory_usage_percent,
+                reading.process_identities,
+            )
         if reading == gpu.reading:
             return
         gpu.reading = gpu.last_seen = reading
         gpu.is_gone = False
         gpu.index = reading.index
-        gpu.uuids = () if reading.uuid is None else (reading.uuid,)
         memory, utilization = reading.memory_usage_percent, reading.utilization_percent
         gpu.usage_percent = (100.0 if memory is None else memory) + (100.0 if utilization is None else utilization)
         gpu.rank = (gpu.usage_percent, gpu.last_fence, gpu.index, gpu.gpu_id)
-        gpu.level = LevelBefore(reading.memory_used_mb, reading.memory_usage_percent, reading.process_identities)
         # Who it was promised to is looked at in `_index`: that changes between readings.
         gpu.is_plainly_usable = (
             not reading.is_promised_elsewhere

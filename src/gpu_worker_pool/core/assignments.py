@@ -16,9 +16,17 @@ if TYPE_CHECKING:
 
 
 @record
-class LevelBefore:
-    """What was on a GPU before it was granted; rule 11 waits until it looks like that again."""
+class HeldGPU:
+    """A GPU as a lease remembers it: which one it is, and what was on it before the grant.
 
+    Rule 11 waits until it looks like that again.
+    """
+
+    gpu_id: str
+    #: As it was numbered when it was granted; the UUID stays if the numbers change.
+    index: int = 0
+    uuid: str | None = None
+    name: str = ""
     #: Before the first of those who share the GPU now.
     memory_used_mb: float | None = None
     memory_usage_percent: float | None = None
@@ -41,6 +49,8 @@ class Lease:
     request: Request
     endpoint_id: str
     gpu_ids: tuple[str, ...]
+    #: For each of `gpu_ids`.
+    held: tuple[HeldGPU, ...]
     #: Grows with every grant, so that a late message of an old holder is recognised.
     fence: int
     state: LeaseState
@@ -48,8 +58,6 @@ class Lease:
     granted_at: float
     #: What the holder is told; the pool itself waits `expiry_grace_seconds` longer.
     expires_at: float | None
-    #: For each of `gpu_ids`.
-    levels_before: tuple[LevelBefore, ...]
     quarantine: Quarantine | None = None
 
     @property

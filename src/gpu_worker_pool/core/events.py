@@ -112,8 +112,18 @@ class Ticked:
 
 
 @record
+class Resumed:
+    """Nobody served the ledger for so long: every lease and every waiter gets one full TTL (rule 10).
+
+    Whoever keeps the ledger knows that, by the stamp the last one to serve it left; it says so before anything else.
+    """
+
+    unserved_seconds: float
+
+
+@record
 class Stopped:
-    """The pool ends: nobody is served any more."""
+    """Everybody who waits is told that nobody will be served."""
 
 
 Event = (
@@ -121,6 +131,7 @@ Event = (
     | Cancelled
     | Released
     | Renewed
+    | Resumed
     | HolderGone
     | QuarantineEnded
     | Observed

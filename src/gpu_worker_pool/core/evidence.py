@@ -17,7 +17,7 @@ def trace_of(lease: Lease, gpu: GPUResourceState, settings: PoolSettings) -> str
     reading = gpu.reading
     if reading is None or lease.quarantine is None or gpu.endpoint.begun_at <= lease.quarantine.since:
         return "not read since"
-    before = lease.levels_before[lease.gpu_ids.index(gpu.gpu_id)]
+    before = lease.held[lease.gpu_ids.index(gpu.gpu_id)]
     if reading.processes is not None and before.processes is not None:
         # Not by the process's age: a worker is often older than its grant, and comes onto the GPU after it.
         newcomers = [process for process in reading.processes if process.identity not in before.processes]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.core.assignments import LevelBefore
+from gpu_worker_pool.core.assignments import HeldGPU
 from gpu_worker_pool.core.ranked import RankedSet
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class EndpointState:
 
 class GPUResourceState:
     __slots__ = (
+        "as_held",
         "endpoint",
         "freed_at",
         "gpu_id",
@@ -62,13 +64,11 @@ class GPUResourceState:
         "last_fence",
         "last_seen",
         "leases",
-        "level",
         "rank",
         "read_after",
         "reading",
         "readings_wanted",
         "usage_percent",
-        "uuids",
     )
 
     def __init__(self, gpu_id: str, endpoint: EndpointState) -> None:
@@ -79,14 +79,12 @@ class GPUResourceState:
         #: What it is ranked by: memory and utilization added up; what is not known may be the worst there is.
         self.usage_percent = 200.0
         self.index = 0
-        #: One, or none where it is not known.
-        self.uuids: tuple[str, ...] = ()
         #: The last reading there was, for what does not change: a GPU that is only missing is still part of the host.
         self.last_seen: Reading | None = None
         #: True once it ceased to exist, as MIG devices do.
         self.is_gone = False
-        #: The reading as a lease would remember it.
-        self.level = LevelBefore()
+        #: As the next lease would remember it: the last reading, or what was there before a lease that ended since.
+        self.as_held = HeldGPU(gpu_id)
         #: Whether the reading alone would let a request without special wishes have it.
         self.is_plainly_usable = False
         #: Everything promised on it: held, offered and in quarantine.
@@ -101,12 +99,14 @@ class GPUResourceState:
         #: Rule 3: the least used, then the one granted longest ago, then by id.
         self.rank = (self.usage_percent, 0, 0, gpu_id)
 
-    def level_before_grant(self) -> LevelBefore:
+    def held_now(self) -> HeldGPU:
         """Those who share a GPU all remember the memory used before the first of them."""
         if not self.leases:
-            return self.level
-        first = self._first_level()
-        return LevelBefore(first.memory_used_mb, first.memory_usage_percent, self.level.processes)
+            return self.as_held
+        first = self._first_held()
+        return replace(
+            self.as_held, memory_used_mb=first.memory_used_mb, memory_usage_percent=first.memory_usage_percent
+        )
 
     def memory_left_mb(self) -> float | None:
         """Rule 1: total - max(used now, used before the first lease + everything declared since)."""
@@ -115,7 +115,7 @@ class GPUResourceState:
             return None
         if not self.leases:
             return reading.memory_total_mb - reading.memory_used_mb
-        used_before = self._first_level().memory_used_mb
+        used_before = self._first_held().memory_used_mb
         if used_before is None:
             return None
         declared = sum(lease.request.wishes.memory_mb or math.inf for lease in self.leases.values())
@@ -128,14 +128,14 @@ class GPUResourceState:
             return None
         if not self.leases:
             return reading.processes
-        before = self._first_level().processes
+        before = self._first_held().processes
         if before is None:
             return None
         return [process for process in reading.processes if process.identity in before]
 
-    def _first_level(self) -> LevelBefore:
+    def _first_held(self) -> HeldGPU:
         first = min(self.leases.values(), key=lambda lease: lease.fence)
-        return first.levels_before[first.gpu_ids.index(self.gpu_id)]
+        return first.held[first.gpu_ids.index(self.gpu_id)]
 
     def __repr__(self) -> str:
         promises = ", ".join(f"{lease.lease_id} {lease.state}" for lease in self.leases.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.moves import LeaseState
+from gpu_worker_pool.core.remembered import Outcome
 from gpu_worker_pool.errors import (
     IllegalEventError,
     LeaseEndedError,
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 def check_requested(pool: Pool, event: Requested, now: float) -> None:
     known = pool.requests.get(event.request.request_id)
+    if isinstance(known, Outcome) and pool.outcomes.is_old(known, now):
+        return
     if known is not None and known.request != event.request:
         raise RequestMismatchError(
             f"request id {event.request.request_id!r} was used for another request; choose a new id for a new wish"
@@ -83,5 +86,5 @@ def _check_not_lost(pool: Pool, lease: Lease, now: float) -> None:
     if lease.quarantine is not None:
         raise LeaseEndedError(f"{lease.lease_id} was lost: {lease.quarantine.reason}")
     ends_at = pool.timers.get("lease", lease.lease_id)
-    if ends_at is not None and ends_at <= now and not pool.was_unserved(now):
+    if ends_at is not None and ends_at <= now:
         raise LeaseEndedError(f"{lease.lease_id} was lost: its lease was not renewed in time")

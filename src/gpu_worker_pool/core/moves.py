@@ -57,17 +57,17 @@ LEASE_MOVES: Mapping[LeaseState, Mapping[LeaseState, str]] = {
     LeaseState.OFFERED: {
         LeaseState.HELD: "its asker came back for it",
         LeaseState.RELEASED: "its asker cancelled",
-        LeaseState.RECLAIMED: "nobody came for it in time",
-        LeaseState.LOST: "its GPU is gone",
+        LeaseState.RECLAIMED: "nobody came for it in time, or will",
+        LeaseState.LOST: "all its GPUs are gone",
     },
     LeaseState.HELD: {
-        LeaseState.RELEASED: "its holder gave it back",
-        LeaseState.QUARANTINED: "it expired, or its holder is gone",
-        LeaseState.LOST: "its GPU is gone",
+        LeaseState.RELEASED: "its holder gave it back, or cancelled as it came",
+        LeaseState.QUARANTINED: "it expired, or its holder or one of its GPUs is gone",
+        LeaseState.LOST: "all its GPUs are gone",
     },
     LeaseState.QUARANTINED: {
         LeaseState.RECLAIMED: "readings show the GPU empty, or an administrator says so",
-        LeaseState.LOST: "its GPU is gone",
+        LeaseState.LOST: "all its GPUs are gone",
     },
     LeaseState.RELEASED: {},
     LeaseState.RECLAIMED: {},

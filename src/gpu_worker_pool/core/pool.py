@@ -25,6 +25,7 @@ from gpu_worker_pool.core.events import (
     Released,
     Renewed,
     Requested,
+    Resumed,
     Stopped,
     Ticked,
     Unreachable,
@@ -41,7 +42,7 @@ from gpu_worker_pool.core.wishes import PLAIN
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from gpu_worker_pool.core.assignments import LevelBefore
+    from gpu_worker_pool.core.assignments import HeldGPU
     from gpu_worker_pool.core.events import Request
     from gpu_worker_pool.core.gpus import GPUResourceState
 
@@ -80,8 +81,6 @@ class Pool:
         self._effects: list[Effect] = []
         #: The earliest moment that was asked for by `WakeAt` and has not come.
         self._wake_at = math.inf
-        unserved_after_seconds = self.settings.unserved_after_seconds
-        self._unserved_after_seconds = math.inf if unserved_after_seconds is None else unserved_after_seconds
 
     def apply(self, event: Event, now: float) -> tuple[Effect, ...]:
         """Let one thing happen. Raises `IllegalEventError`, and then nothing has changed."""
@@ -90,9 +89,10 @@ class Pool:
         if check is not None:
             check(self, event, now)
         timers = self.timers
-        if now >= timers.not_before or now - self.now > self._unserved_after_seconds:
-            self._pass_time(now)
         self.now = now
+        # Rule 10: after a silence everybody is given time before anything counts as due.
+        if now >= timers.not_before and type(event) is not Resumed:
+            self._run_timers(now)
         handle(self, event, now)
         if self.queue.waiting or timers.not_before < math.inf:
             self._follow_up(now)
@@ -120,15 +120,6 @@ class Pool:
             self.outcomes.add(known)
 
     # ---- Time
-
-    def was_unserved(self, now: float) -> bool:
-        """Rule 10: whether so much time has passed since the last event that nobody can have served the ledger."""
-        return now - self.now > self._unserved_after_seconds
-
-    def _pass_time(self, now: float) -> None:
-        if self.was_unserved(now):
-            self.resume(now, unserved_seconds=now - self.now)
-        self._run_timers(now)
 
     def _follow_up(self, now: float) -> None:
         """After an event: who can be served now, what is due at once, which readings and which wake-up are wanted."""
@@ -226,10 +217,10 @@ class Pool:
             if keeper is not None and keeper.order < waiter.order:
                 return  # they are kept for an earlier one
             kept = gpus_to_keep(self.allocator, waiter, self._improved.values() if waiter is keeper else None, now)
-            if keeper is not None and keeper.kept != kept and (kept or waiter is keeper):
-                self._improve(keeper.kept)
-                keeper.kept = ()
-                self.keeper = None
+            if keeper is not None and (kept or waiter is keeper):
+                if waiter is not keeper or keeper.kept != kept:
+                    self._improve(keeper.kept)
+                keeper.kept, self.keeper = (), None
             if kept:
                 waiter.kept, self.keeper = kept, waiter
                 withheld.update(kept)
@@ -256,14 +247,14 @@ class Pool:
         elif request.ttl_seconds is not None:
             expires_at = now + request.ttl_seconds
         gpu = gpus[0]
+        held: tuple[HeldGPU, ...] = (gpu.as_held,)
         gpu_ids: tuple[str, ...] = (gpu.gpu_id,)
-        levels_before: tuple[LevelBefore, ...] = (gpu.level,)
         if len(gpus) > 1 or gpu.leases:
+            held = tuple([gpu.held_now() for gpu in gpus])
             gpu_ids = tuple([gpu.gpu_id for gpu in gpus])
-            levels_before = tuple([gpu.level_before_grant() for gpu in gpus])
         endpoint_id = gpu.endpoint.endpoint_id
         lease = Lease(
-            f"lease-{fence}", request, endpoint_id, gpu_ids, fence, state, requested_at, now, expires_at, levels_before
+            f"lease-{fence}", request, endpoint_id, gpu_ids, held, fence, state, requested_at, now, expires_at
         )
         self.requests[request.request_id] = lease
         self.leases.assign(lease, gpus)
@@ -303,6 +294,9 @@ class Pool:
     def _requested(self, event: Requested, now: float) -> None:
         request, queue, allocator = event.request, self.queue, self.allocator
         known = self.requests.get(request.request_id)
+        if isinstance(known, Outcome):
+            self.outcomes.forget_old(now)
+            known = self.requests.get(request.request_id)
         if known is not None:
             self._asked_again(known, event, now)
             return
@@ -339,7 +333,9 @@ class Pool:
             self._listens(known, event, now)
             self._set_waiter_timer(known)
         elif isinstance(known, Outcome):
-            self._effects.append(Ended(known.request.request_id, known.state, known.reasons))
+            ended = Ended(known.request.request_id, known.state, known.reasons)
+            if ended not in self._effects:  # it may have ended in this very moment
+                self._effects.append(ended)
         elif known.is_live:
             self._effects.append(Granted(self._renew(known, now) if known.state is LeaseState.OFFERED else known))
         elif known.quarantine is not None:
@@ -385,7 +381,7 @@ class Pool:
             read_after = now if lease.state is LeaseState.HELD else None
             self.timers.clear("lease", lease.lease_id)
         gpus = self.leases.release(lease.lease_id)
-        self.allocator.ended(gpus, now, read_after)
+        self.allocator.ended(gpus, lease.held, now, read_after)
         if self.queue.waiting:
             self._improve(lease.gpu_ids)
         self.tally[state] += 1
@@ -452,8 +448,7 @@ class Pool:
             grace = self.settings.expiry_grace_seconds if lease.state is LeaseState.HELD else 0.0
             self.timers.set("lease", lease.lease_id, lease.expires_at + grace)
 
-    def resume(self, now: float, unserved_seconds: float) -> None:
-        """Nobody served the ledger for a while: every lease and every waiter gets one full TTL."""
+    def _resumed(self, event: Resumed, now: float) -> None:
         for lease in self.leases:
             if lease.is_live and lease.expires_at is not None:
                 ttl_seconds = lease.request.ttl_seconds or self.settings.default_ttl_seconds
@@ -463,7 +458,7 @@ class Pool:
                 ttl_seconds = waiter.request.ttl_seconds or self.settings.default_ttl_seconds
                 waiter.gives_up_at = max(waiter.gives_up_at, now + ttl_seconds)
             if waiter.deadline is not None:
-                waiter.deadline += unserved_seconds
+                waiter.deadline += event.unserved_seconds
             self._set_waiter_timer(waiter)
 
     def _holder_gone(self, event: HolderGone, now: float) -> None:
@@ -482,7 +477,7 @@ class Pool:
         lease = lease.moved(LeaseState.QUARANTINED, quarantine=Quarantine(reason, now, until))
         self._replace_lease(lease)
         self._quarantined[lease.lease_id] = None
-        self.allocator.ended(self.leases.gpus_of(lease.lease_id), now, None)
+        self.allocator.ended(self.leases.gpus_of(lease.lease_id), lease.held, now, None)
         self._effects.append(LeaseEnded(lease, LeaseState.QUARANTINED, reason))
 
     def _review(self, lease: Lease, now: float) -> None:
@@ -553,6 +548,7 @@ class Pool:
         Cancelled: (legality.check_cancelled, _cancelled),
         Released: (legality.check_released, _released),
         Renewed: (legality.check_renewed, _renewed),
+        Resumed: (None, _resumed),
         HolderGone: (None, _holder_gone),
         QuarantineEnded: (legality.check_quarantine_ended, _quarantine_ended),
         Observed: (None, _observed),

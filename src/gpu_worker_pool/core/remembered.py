@@ -50,8 +50,11 @@ class RememberedOutcomes:
             self._forget_first()
 
     def forget_old(self, now: float) -> None:
-        while self._outcomes and now - self._outcomes[0].at >= self._seconds:
+        while self._outcomes and self.is_old(self._outcomes[0], now):
             self._forget_first()
+
+    def is_old(self, outcome: Outcome, now: float) -> bool:
+        return now - outcome.at >= self._seconds
 
     def _forget_first(self) -> None:
         outcome = self._outcomes.popleft()

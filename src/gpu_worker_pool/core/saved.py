@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from gpu_worker_pool.core.assignments import Lease, LevelBefore, Quarantine
+from gpu_worker_pool.core.assignments import HeldGPU, Lease, Quarantine
 from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.core.moves import LeaseState, RequestState
 from gpu_worker_pool.core.pool import Pool
@@ -46,7 +46,8 @@ def save(pool: Pool) -> dict[str, Any]:
         "now": _plain(pool.now),
         "fence": pool.fence,
         "ticket": pool.ticket,
-        "tally": {state.value: count for state, count in sorted(pool.tally.items())},
+        "requests_ended": {state.value: pool.tally[state] for state in RequestState if pool.tally[state]},
+        "leases_ended": {state.value: pool.tally[state] for state in LeaseState if pool.tally[state]},
         "gpus": [
             {
                 "gpu_id": gpu.gpu_id,
@@ -67,9 +68,9 @@ def save(pool: Pool) -> dict[str, Any]:
 def restore(
     saved: dict[str, Any], settings: PoolSettings | None = None, *, clock_began_anew_at: float | None = None
 ) -> Pool:
-    """The pool that was saved. After a reboot say what the new clock shows: then all times are moved to it.
+    """The pool that was saved, without its readings; `Resumed` tells it how long nobody served it.
 
-    Rule 10: what happened to be true before a reboot gets one full TTL; process ids of an earlier boot mean nothing.
+    After a reboot say what the new clock shows: all times are moved to it, and process ids of before are forgotten.
     """
     if saved.get("format") != FORMAT:
         raise ValueError(f"saved by another version: format {saved.get('format')!r}, not {FORMAT}")
@@ -80,8 +81,8 @@ def restore(
     pool.now = _moment(saved["now"])
     pool.fence = saved["fence"]
     pool.ticket = saved["ticket"]
-    for state, count in saved["tally"].items():
-        pool.tally[_state(state)] = count
+    pool.tally.update({RequestState(state): count for state, count in saved["requests_ended"].items()})
+    pool.tally.update({LeaseState(state): count for state, count in saved["leases_ended"].items()})
     for row in saved["gpus"]:
         gpu = pool.allocator.gpu(row["gpu_id"], row["endpoint_id"])
         gpu.freed_at = _moment(row["freed_at"])
@@ -95,8 +96,6 @@ def restore(
         pool.readopt(Waiter(**{**row, "request": request, "state": state, "kept": tuple(row["kept"])}))
     for row in saved["outcomes"]:
         pool.readopt(_outcome(row))
-    if clock_began_anew_at is not None:
-        pool.resume(clock_began_anew_at, unserved_seconds=0.0)
     return pool
 
 
@@ -125,29 +124,24 @@ def _moment(value: float | None) -> float:
     return -math.inf if value is None else value
 
 
-def _state(name: str) -> RequestState | LeaseState:
-    return RequestState(name) if name in RequestState._value2member_map_ else LeaseState(name)
-
-
 def _request(row: dict[str, Any]) -> Request:
     return Request(**{**row, "wishes": Wishes(**row["wishes"])})
 
 
-def _level(row: dict[str, Any], *, are_processes_known: bool) -> LevelBefore:
+def _held(row: dict[str, Any], *, are_processes_known: bool) -> HeldGPU:
     processes = row["processes"] if are_processes_known else None
     known = None if processes is None else frozenset((pid, started_at) for pid, started_at in processes)
-    return LevelBefore(row["memory_used_mb"], row["memory_usage_percent"], known)
+    return HeldGPU(**{**row, "processes": known})
 
 
 def _lease(row: dict[str, Any], *, are_processes_known: bool = True) -> Lease:
-    levels = tuple(_level(level, are_processes_known=are_processes_known) for level in row["levels_before"])
     return Lease(
         **{
             **row,
             "request": _request(row["request"]),
             "gpu_ids": tuple(row["gpu_ids"]),
+            "held": tuple(_held(held, are_processes_known=are_processes_known) for held in row["held"]),
             "state": LeaseState(row["state"]),
-            "levels_before": levels,
             "quarantine": None if row["quarantine"] is None else Quarantine(**row["quarantine"]),
         }
     )

@@ -28,9 +28,7 @@ class PoolSettings:
     remember_at_most: int | None = None
     #: Whether grants that were released as they should be are remembered too; not needed where no id comes twice.
     remembers_releases: bool = True
-    #: A longer silence than this means that nobody served the ledger; None: somebody always does (rule 10).
-    unserved_after_seconds: float | None = None
-    #: What a waiter without a TTL of its own gets after such a silence.
+    #: What leases and waiters without a TTL of their own get after a time in which nobody served (rule 10).
     default_ttl_seconds: float = 60.0
     #: How much longer than the holder the pool waits before it calls a lease expired (rule 11).
     expiry_grace_seconds: float = 2.0

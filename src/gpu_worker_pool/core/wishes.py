@@ -38,10 +38,10 @@ class Wishes:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("only", "exclude"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, as_names(name, value))
+        if self.only is not None:
+            object.__setattr__(self, "only", as_names("only", self.only))
+        exclude: object = self.exclude  # None, as JSON may say, excludes nothing
+        object.__setattr__(self, "exclude", () if exclude is None else as_names("exclude", exclude))
         self._validate()
         # Wishes are the key of every queue look-up, so they are hashed once.
         object.__setattr__(

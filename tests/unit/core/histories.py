@@ -17,6 +17,7 @@ from gpu_worker_pool.core import (
     GPUsVanished,
     HolderGone,
     LeaseState,
+    Outcome,
     PoolSettings,
     ProcessReading,
     QuarantineEnded,
@@ -25,6 +26,7 @@ from gpu_worker_pool.core import (
     Renewed,
     Request,
     Requested,
+    Resumed,
     Stopped,
     Ticked,
     Unreachable,
@@ -89,7 +91,6 @@ class Histories(RuleBasedStateMachine):
         self.history = History(self.settings_of_pool)
         self.oracle = Oracle(self.settings_of_pool)
         self.lease_ids: list[str] = []
-        self.is_stopped = False
 
     @property
     def pool(self) -> Any:
@@ -150,7 +151,8 @@ class Histories(RuleBasedStateMachine):
     @rule(number=st.integers(0, 11), polls=st.sampled_from([0.0, 3.0]), is_other=st.booleans())
     def ask_again(self, number: int, polls: float, is_other: bool) -> None:
         request = self.oracle.requests[self.some(list(self.oracle.requests), number)]
-        if request.request_id not in self.pool.requests:
+        known = self.pool.requests.get(request.request_id)
+        if known is None or (isinstance(known, Outcome) and self.pool.outcomes.is_old(known, self.now)):
             return  # it ended long ago, and may be asked anew
         asking_until = None if request.ttl_seconds is None else self.now + polls
         if is_other:
@@ -190,8 +192,7 @@ class Histories(RuleBasedStateMachine):
             assert by in (None, known.request.owner)
             if known.expires_at is not None:
                 grace = self.settings_of_pool.expiry_grace_seconds
-                unserved = self.settings_of_pool.unserved_after_seconds
-                assert unserved is not None or self.now < known.expires_at + grace, "renewed after it expired"
+                assert self.now < known.expires_at + grace, "renewed after it expired"
 
     @precondition(lambda self: self.lease_ids)
     @rule(number=st.integers(0, 11), is_proven=st.booleans())
@@ -250,6 +251,18 @@ class Histories(RuleBasedStateMachine):
     def time_passes_unnoticed(self, seconds: float) -> None:
         self.now += seconds
 
+    @rule(seconds=st.sampled_from([20.0, 200.0]))
+    def nobody_serves_for_a_while(self, seconds: float) -> None:
+        """Rule 10: whoever was there before has one full TTL, and what was counted stands still."""
+        live = {lease.lease_id for lease in self.pool.leases if lease.is_live}
+        waiting = set(self.oracle.waiting)
+        self.now = max(self.now, self.pool.now) + seconds
+        assert self.step(Resumed(seconds + 100.0))
+        assert {lease.lease_id for lease in self.pool.leases if lease.is_live} >= live
+        assert set(self.oracle.waiting) == waiting
+        for lease in self.pool.leases:
+            self.oracle._keep_lease(lease)
+
     @rule()
     def explain(self) -> None:
         for request_id, waiting in self.oracle.waiting.items():
@@ -292,11 +305,14 @@ class Histories(RuleBasedStateMachine):
             self.oracle._keep_lease(lease)
         for host in self.hosts:
             assert self.step(Unreachable(host))
-        assert self.step(Ticked())
+        assert self.step(Resumed(0.0))
+        for lease in self.pool.leases:
+            self.oracle._keep_lease(lease)
 
     def _shift_oracle(self, seconds: float) -> None:
         for card in self.oracle.cards.values():
             card.last_lease_ended += seconds
+            card.freed_at += seconds
             card.begun_at += seconds
             card.processes_before_first = None
         for waiting in self.oracle.waiting.values():
@@ -318,9 +334,9 @@ class InProcess(Histories):
 
 
 class OnALedger(Histories):
-    """As a server keeps it: served by whoever is there, and sometimes by nobody."""
+    """As a server keeps it: many that poll, and few ids remembered for long."""
 
-    settings_of_pool = PoolSettings(remember_seconds=500.0, unserved_after_seconds=15.0)
+    settings_of_pool = PoolSettings(remember_seconds=50.0, claim_seconds=2.0, strategy="weighted")
 
 
 class ImpatientBypass(Histories):

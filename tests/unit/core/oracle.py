@@ -51,6 +51,8 @@ class Card:
     used_before_first: float | None = None
     processes_before_first: frozenset[tuple[int, float | None]] | None = None
     last_lease_ended: float = -math.inf
+    #: When it last became nobody's; what a reading begun before shows is the load of whoever had it.
+    freed_at: float = -math.inf
 
 
 class Oracle:
@@ -123,7 +125,7 @@ class Oracle:
                 card.reading = None
         for reading in event.readings:
             card = self.cards.setdefault(reading.gpu_id, Card(event.endpoint_id, None, begun_at))
-            if card.endpoint == event.endpoint_id and (card.reading is None or card.begun_at < begun_at):
+            if card.endpoint == event.endpoint_id and card.reading is None:
                 card.reading, card.begun_at = reading, begun_at
 
     def _saw_effect(self, effect: Effect, asked_again: str | None, now: float) -> None:
@@ -163,7 +165,8 @@ class Oracle:
         self.fence = lease.fence
         for gpu_id in lease.gpu_ids:
             card = self.cards[gpu_id]
-            if not card.promises:
+            # Handed on before it was read again, it still has the level from before the one who had it.
+            if not card.promises and card.begun_at > card.freed_at:
                 assert card.reading is not None
                 card.used_before_first = card.reading.memory_used_mb
                 card.processes_before_first = card.reading.process_identities
@@ -184,6 +187,7 @@ class Oracle:
         for gpu_id in lease.gpu_ids:
             card = self.cards[gpu_id]
             del card.promises[lease_id]
+            card.freed_at = now
             if (lease.request.ttl_seconds is not None or lease.quarantine is not None) and was_told:
                 ended = now if lease.quarantine is None else lease.quarantine.since
                 card.last_lease_ended = max(card.last_lease_ended, ended)

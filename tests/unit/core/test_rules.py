@@ -30,6 +30,7 @@ from gpu_worker_pool.core import (
     Request,
     Requested,
     RequestState,
+    Resumed,
     Stopped,
     Ticked,
     Unreachable,
@@ -221,6 +222,18 @@ def test_rule_1_shared_memory_counts_what_is_used_and_what_was_declared(story: S
     story.reads(gpu(0, memory_used_mb=75_000.0))
     assert granted(story.asks("d", share(5_001))) == []
     assert granted(story.asks("e", share(5_000))) == [("e", ("0",))]
+
+
+def test_rule_1_who_is_handed_a_gpu_before_it_was_read_again_does_not_inherit_the_last_one_s_load(story: Story) -> None:
+    loaded = gpu(0, memory_used_mb=40_000.0)
+    share = Wishes(memory_mb=30_000, share=True)
+    story.reads(gpu(0))
+    story.asks("holder", Wishes(memory_mb=40_000))
+    story.reads(loaded)
+    story.asks("first", share)
+    story.asks("second", share)
+    assert granted(story.releases("holder")) == [("first", ("0",))]
+    assert granted(story.reads(gpu(0))) == [("second", ("0",))], "80,000 - 30,000 are left, whatever was before"
 
 
 def test_rule_1_memory_that_must_be_free_now(story: Story) -> None:
@@ -667,6 +680,23 @@ def test_rule_9_a_stranger_and_an_old_fence_change_nothing(story: Story, event: 
     story.happens(event(lease.lease_id, by="anna", fence=lease.fence))
 
 
+def test_rule_9_an_end_that_comes_as_it_is_asked_for_is_told_once(story: Story) -> None:
+    story.reads(gpu(0))
+    story.asks("holder")
+    story.asks("a", deadline=5.0)
+    story.now = 6.0
+    assert story.asks("a") == (Ended("a", RequestState.TIMED_OUT),)
+
+
+def test_rule_9_what_was_forgotten_may_be_asked_anew(story: Story) -> None:
+    story.reads(gpu(0))
+    story.asks("a")
+    story.releases("a")
+    story.now += 24 * 3600.0
+    story.reads(gpu(0))
+    assert granted(story.asks("a", Wishes(memory_mb=10))) == [("a", ("0",))]
+
+
 def test_rule_9_ended_requests_are_forgotten_after_a_day(story: Story) -> None:
     story.reads(gpu(0))
     story.asks("a", ttl=TTL)
@@ -691,49 +721,56 @@ def test_rule_9_no_more_outcomes_are_remembered_than_allowed() -> None:
 # ---- Rule 10: time in which nobody served does not count
 
 
-@pytest.fixture
-def ledger() -> Story:
-    return Story(PoolSettings(unserved_after_seconds=15.0))
-
-
-def test_rule_10_after_a_silence_everybody_gets_one_full_ttl(ledger: Story) -> None:
-    ledger.reads(gpu(0))
-    ledger.asks("a", ttl=20.0)
-    ledger.asks("b", ttl=20.0, asking_until=ledger.now, deadline=40.0)
-    lease_id = ledger.lease("a").lease_id
-    ledger.now = 1000.0
-    (renewed,) = [e for e in ledger.happens(Renewed(lease_id)) if isinstance(e, Granted)]
-    assert renewed.lease.expires_at == pytest.approx(1020.0)
-    waiter = ledger.pool.requests["b"]
+def test_rule_10_after_a_silence_everybody_gets_one_full_ttl(story: Story) -> None:
+    story.reads(gpu(0))
+    story.asks("a", ttl=20.0)
+    story.asks("b", ttl=20.0, asking_until=story.now, deadline=40.0)
+    lease_id = story.lease("a").lease_id
+    story.now = 1000.0
+    effects = story.happens(Resumed(unserved_seconds=999.0))
+    assert [effect for effect in effects if not isinstance(effect, WakeAt)] == [], "nothing has ended meanwhile"
+    assert story.lease("a").expires_at == pytest.approx(1020.0)
+    waiter = story.pool.requests["b"]
     assert isinstance(waiter, Waiter)
     assert waiter.gives_up_at == pytest.approx(1020.0)
-    assert waiter.deadline == pytest.approx(1040.0, abs=0.1)
-    ledger.happens(Ticked(), after=10.0)
-    assert LeaseState.QUARANTINED not in [lease.state for lease in ledger.pool.leases]
-    ledger.happens(Ticked(), after=12.1)
-    assert [lease.state for lease in ledger.pool.leases] == [LeaseState.QUARANTINED]
+    assert waiter.deadline == pytest.approx(1039.0)
+    story.happens(Renewed(lease_id))
+    story.happens(Ticked(), after=10.0)
+    assert [lease.state for lease in story.pool.leases] == [LeaseState.HELD]
+    story.happens(Ticked(), after=12.1)
+    assert [lease.state for lease in story.pool.leases] == [LeaseState.QUARANTINED]
 
 
-def test_rule_10_a_short_silence_counts(ledger: Story) -> None:
-    ledger.reads(gpu(0))
-    ledger.asks("a", ttl=5.0)
-    ledger.happens(Ticked(), after=15.0)
-    assert ledger.lease("a").state is LeaseState.QUARANTINED
+def test_rule_10_a_lease_that_has_longer_to_live_keeps_it(story: Story) -> None:
+    story.reads(gpu(0))
+    story.asks("a", ttl=20.0)
+    story.happens(Resumed(unserved_seconds=1.0), after=1.0)
+    story.happens(Resumed(unserved_seconds=1.0))
+    assert story.lease("a").expires_at == pytest.approx(story.now + 20.0)
 
 
-def test_rule_10_after_a_reboot_times_begin_anew_and_process_ids_mean_nothing(ledger: Story) -> None:
-    ledger.now = 5000.0
-    ledger.reads(gpu(0, memory_used_mb=300.0, processes=(STRANGER,)))
-    ledger.asks("a", ttl=20.0)
-    ledger.asks("b", ttl=20.0, asking_until=ledger.now)
-    again = Story(ledger.settings, start=save(restore(save(ledger.pool), ledger.settings, clock_began_anew_at=7.0)))
+def test_rule_10_after_a_reboot_times_begin_anew_and_process_ids_mean_nothing(story: Story) -> None:
+    story.now = 5000.0
+    story.reads(gpu(0, memory_used_mb=300.0, processes=(STRANGER,)))
+    story.asks("a", ttl=20.0)
+    story.asks("b", ttl=20.0, asking_until=story.now)
+    again = Story(start=save(restore(save(story.pool), clock_began_anew_at=7.0)))
     again.now = 7.0
+    again.happens(Resumed(unserved_seconds=0.0))
     assert again.lease("a").expires_at == pytest.approx(27.0)
     assert again.waits() == ["b"]
     again.happens(HolderGone(again.lease("a").lease_id, is_proven=True))
     desktop = ProcessReading(900, 3.0, name="Xorg")
     assert granted(again.reads(gpu(0, memory_used_mb=350.0, processes=(desktop,)))) == [("b", ("0",))]
     assert again.lease("b").fence > 1
+
+
+def test_rule_10_a_restored_lease_still_knows_its_gpu(story: Story) -> None:
+    story.reads(*gpus(4))
+    story.asks("a", Wishes(only=("3",)), ttl=TTL)
+    (told,) = Story(start=save(story.pool)).asks("a", Wishes(only=("3",)), ttl=TTL)[:1]
+    assert isinstance(told, Granted)
+    assert [(held.gpu_id, held.index, held.uuid) for held in told.lease.held] == [("3", 3, "GPU-host-3")]
 
 
 def test_rule_10_a_holder_that_is_provably_gone_ends_at_once(story: Story) -> None:
@@ -927,6 +964,7 @@ def test_a_gpu_listed_twice_counts_once(story: Story) -> None:
 def test_requests_are_values(story: Story) -> None:
     assert replace(Request("a"), label="x") != Request("a")
     assert Wishes(only=[0, "1"]) == Wishes(only=("0", "1"))  # type: ignore[arg-type]
+    assert Wishes(exclude=None) == PLAIN  # type: ignore[arg-type]
     assert hash(Wishes(only=[0, "1"])) == hash(Wishes(only=("0", "1")))  # type: ignore[arg-type]
 
 
@@ -948,6 +986,7 @@ def test_requests_are_values(story: Story) -> None:
         ({"only": "0,1"}, "only must be a list"),
         ({"only": [None]}, "only must hold"),
         ({"exclude": 3}, "exclude must be a list"),
+        ({"exclude": "0"}, "exclude must be a list"),
         ({"priority": "high"}, "priority must be"),
         ({"memory_threshold": 101}, "memory_threshold must be"),
         ({"utilization_threshold": "90"}, "utilization_threshold must be"),

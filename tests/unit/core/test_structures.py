@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_worker_pool.core import Lease, LeaseState, Request, Waiter, Wishes, WorkerAssignmentTracker, WorkerQueue
+from gpu_worker_pool.core import (
+    HeldGPU,
+    Lease,
+    LeaseState,
+    Outcome,
+    Quarantine,
+    Request,
+    Waiter,
+    Wishes,
+    WorkerAssignmentTracker,
+    WorkerQueue,
+)
 from gpu_worker_pool.core.gpus import EndpointState, GPUResourceState
 from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, IllegalMoveError, diagram
 from gpu_worker_pool.core.ranked import RankedSet
+from gpu_worker_pool.core.saved import MOMENTS
 from gpu_worker_pool.core.timers import Timers
 
 names = st.sampled_from("abcdef")
@@ -118,7 +131,7 @@ def test_clearing_the_queue_gives_back_who_waited() -> None:
 def test_the_tracker_knows_who_holds_what() -> None:
     tracker = WorkerAssignmentTracker()
     gpu = GPUResourceState("0", EndpointState("", 0))
-    lease = Lease("lease-1", Request("a"), "", ("0",), 1, LeaseState.HELD, 0.0, 0.0, None, ())
+    lease = Lease("lease-1", Request("a"), "", ("0",), (HeldGPU("0"),), 1, LeaseState.HELD, 0.0, 0.0, None)
     tracker.assign(lease, [gpu])
     assert (tracker.lookup("lease-1"), gpu.leases, list(tracker)) == (lease, {"lease-1": lease}, [lease])
     longer = lease.extended(5.0)
@@ -131,7 +144,7 @@ def test_the_tracker_knows_who_holds_what() -> None:
 
 def test_a_lease_moves_only_along_its_table() -> None:
     for origin, targets in LEASE_MOVES.items():
-        lease = Lease("lease-1", Request("a"), "", ("0",), 1, origin, 0.0, 0.0, None, ())
+        lease = Lease("lease-1", Request("a"), "", ("0",), (HeldGPU("0"),), 1, origin, 0.0, 0.0, None)
         for target in LeaseState:
             if target in targets:
                 assert lease.moved(target).state is target
@@ -155,3 +168,12 @@ def test_a_diagram_shows_the_whole_table() -> None:
         "    on --> off: somebody slept",
         "    off --> [*]",
     ]
+
+
+def test_every_moment_moves_when_the_clock_begins_anew() -> None:
+    """A field that is a moment and is not in `MOMENTS` would stay in the old clock."""
+    records = (Lease, Waiter, Quarantine, Outcome)
+    fields = {field.name for record in records for field in dataclasses.fields(record)}
+    moments = {name for name in fields if name.endswith("_at") or name in ("at", "since", "until", "deadline")}
+    assert moments | {"asking_until"} <= MOMENTS
+    assert fields & MOMENTS == moments | {"asking_until"}
