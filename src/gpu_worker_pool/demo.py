@@ -106,7 +106,7 @@ async def run() -> None:
             {"memory_mb": 6_000, "share": True},
             {"priority": 5},
             {"gpu_model": "H100"},
-            {"timeout": 0.7},
+            {"timeout": 0.2},
             {"only": [3]},
             {},
         ]

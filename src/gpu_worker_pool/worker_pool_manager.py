@@ -14,11 +14,12 @@ from asyncio import current_task
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
+from inspect import iscoroutinefunction
 from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gpu_worker_pool.config import EnvironmentConfigurationManager
+from gpu_worker_pool.config import EnvironmentConfigurationManager, MultiEndpointConfigurationManager
 from gpu_worker_pool.core import (
     PLAIN,
     Cancelled,
@@ -60,7 +61,14 @@ from gpu_worker_pool.errors import (
     WorkerTimeoutError,
     WrongThreadError,
 )
-from gpu_worker_pool.models import GlobalGPUAssignment, GPUAssignment, PoolStatus, WorkerInfo, assignment_of_one_gpu
+from gpu_worker_pool.models import (
+    GlobalGPUAssignment,
+    GPUAssignment,
+    PoolStatus,
+    WorkerInfo,
+    assignment_of_one_gpu,
+    make_global_gpu_id,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -144,6 +152,8 @@ class WorkerPoolManager:
                 utilization_threshold_percent=config.get_utilization_threshold(),
                 poll_seconds=config.get_polling_interval(),
             )
+            if isinstance(config, MultiEndpointConfigurationManager):
+                settings = replace(settings, strategy=config.get_load_balancing_strategy())
         # Within one process no id comes twice: only what went wrong is remembered, for late messages.
         at_most = settings.remember_at_most or REMEMBERED_OUTCOMES
         settings = replace(settings, remember_at_most=at_most, remembers_releases=False)
@@ -160,7 +170,9 @@ class WorkerPoolManager:
         # Names that no other pool gives, so that its assignments are not mistaken for ours.
         self._prefix = f"worker-{secrets.token_hex(3)}-"
         self._serial = 0
-        self._last_explained: tuple[object, str] = (None, "")
+        #: What errors say of wishes, at one moment.
+        self._explained_at: object = None
+        self._explained: dict[Wishes, str] = {}
 
     # ---- Life
 
@@ -174,10 +186,10 @@ class WorkerPoolManager:
         #: Those who wait in `request_gpu`, and those who want to be called back.
         self._answers: dict[str, asyncio.Future[Lease | Ended]] = {}
         self._workers: dict[str, tuple[Request, WorkerInfo]] = {}
+        self._waiting_workers: set[str] = set()
         self._holders: dict[str, _Holder] = {}
         self._timer: Timer | None = None
         self._timer_at = 0.0
-        self._readings_taken = 0
         #: Asked for with every reading, not with every request.
         self._is_talkative = _log.isEnabledFor(logging.INFO)
         self._pool = Pool(self._settings)
@@ -195,6 +207,7 @@ class WorkerPoolManager:
         if held:
             _log.warning("stopped while GPUs were still assigned: %s", ", ".join(held))
         self._holders.clear()
+        self._explained.clear()
         self._pool = None
 
     @property
@@ -258,16 +271,16 @@ class WorkerPoolManager:
         if len(effects) == 1 and type(granted := effects[0]) is Granted and granted.lease.request is request:
             return self._hand_over(granted.lease, current_task(self._loop))
         self._answers[request.request_id] = answer = self._loop.create_future()
-        self._perform_all(effects)
-        if self._is_talkative and not answer.done():
-            _log.info("%s waits: %s", request.worker_id, explain_wishes(pool, wishes, now).summary)
         try:
+            self._perform_all(effects)
+            if self._is_talkative and not answer.done():
+                ahead, free = len(pool.queue) - 1, pool.allocator.available(now)
+                _log.info("%s waits for %s; %d others wait, %d GPUs are free", name, wishes, ahead, free)
             answered = await answer
         except BaseException:
             # Cancelled or thrown away; whether it was granted in this very step, the pool knows, and takes it back.
-            self._answers.pop(request.request_id, None)
-            if self._pool is pool:
-                self._apply(Cancelled(request.request_id))
+            self._answers.pop(name, None)
+            self._take_back(pool, name)
             raise
         if isinstance(answered, Ended):
             raise self._error_of(pool, request, answered)
@@ -275,10 +288,17 @@ class WorkerPoolManager:
             raise PoolStoppedError
         return self._hand_over(answered, current_task(self._loop))
 
+    def _take_back(self, pool: Pool, request_id: str) -> None:
+        if self._pool is pool:
+            with suppress(RuntimeError):  # the loop is closed: nobody can be told, and nothing is kept
+                self._apply(Cancelled(request_id))
+
     def enqueue_worker(self, worker: WorkerInfo, timeout: float | None = None, wishes: Wishes = PLAIN) -> None:
         """Ask on behalf of a worker that wants to be called back; `release_worker` gives its GPU back."""
         pool = self._running_pool()
-        if worker.id in self._holders or any(worker.id == waiting.id for _, waiting in self._workers.values()):
+        if iscoroutinefunction(worker.callback) or iscoroutinefunction(worker.on_error):
+            raise ValueError(f"the callbacks of worker {worker.id!r} are called, not awaited: use plain functions")
+        if worker.id in self._holders or worker.id in self._waiting_workers:
             raise ValueError(f"worker {worker.id!r} waits or holds a GPU already")
         self._serial += 1
         name = f"{self._prefix}{self._serial}"
@@ -286,6 +306,7 @@ class WorkerPoolManager:
         now = self._now()
         deadline = self._deadline(timeout, now)
         self._workers[request.request_id] = (request, worker)
+        self._waiting_workers.add(worker.id)
         self._perform_all(pool.apply(Requested(request, deadline), now))
 
     def _deadline(self, timeout: float | None, now: float) -> float | None:
@@ -367,13 +388,15 @@ class WorkerPoolManager:
         """Nobody holds it: harmless if it was released, an error if it was lost or never ours."""
         worker_id = assignment.worker_id
         known = pool.requests.get(worker_id)
-        if isinstance(known, Outcome) and known.lease_state is not LeaseState.RELEASED:
-            raise StaleAssignmentError(f"{worker_id} no longer holds GPU {assignment.gpu_id}: {known.reasons[0]}")
+        if isinstance(known, Outcome) and known.lease_state in (LeaseState.RECLAIMED, LeaseState.LOST):
+            why = "; ".join(known.reasons)
+            raise StaleAssignmentError(f"{worker_id} no longer holds GPU {assignment.gpu_id}: {why}")
         if isinstance(known, Lease) and known.quarantine is not None:
             raise StaleAssignmentError(f"{worker_id} lost GPU {assignment.gpu_id}: {known.quarantine.reason}")
         serial = worker_id.removeprefix(self._prefix)
         was_ours = serial != worker_id and serial.isdecimal() and 0 < int(serial) <= self._serial
-        if not was_ours or (assignment.fence or 0) > pool.fence:
+        was_granted = known is None or (isinstance(known, Outcome) and known.lease is not None)
+        if not (was_ours and was_granted) or (assignment.fence or 0) > pool.fence:
             raise InvalidAssignmentError(f"{worker_id} holds no GPU of this pool; was it assigned by another one?")
 
     def _dropped(self, holder: _Holder) -> None:
@@ -437,9 +460,18 @@ class WorkerPoolManager:
     def observe(self, readings: Iterable[Reading], *, endpoint_id: str = "", age_seconds: float = 0.0) -> None:
         """Take in readings of all GPUs of an endpoint, begun so many seconds ago."""
         self._running_pool()
+        if not age_seconds >= 0:
+            raise ValueError(f"age_seconds must be 0 or more, not {age_seconds!r}")
+        readings = tuple(readings)
+        for reading in readings:
+            # Assignments are named by these; better to refuse a reading than a worker.
+            if endpoint_id and reading.gpu_id != make_global_gpu_id(endpoint_id, reading.index):
+                raise ValueError(
+                    f"GPU {reading.index} of {endpoint_id} must have that as its id, not {reading.gpu_id!r}"
+                )
         self._is_talkative = _log.isEnabledFor(logging.INFO)
-        self._readings_taken += 1
-        self._apply(Observed(endpoint_id, tuple(readings), self._now() - age_seconds))
+        self._explained.clear()
+        self._apply(Observed(endpoint_id, readings, self._now() - age_seconds))
 
     def endpoint_lost(self, endpoint_id: str = "") -> None:
         """An endpoint does not answer: nothing is assigned there until it is read again."""
@@ -509,6 +541,7 @@ class WorkerPoolManager:
         answer = self._answers.pop(request_id, None)
         if answer is None:
             _, worker = self._workers.pop(request_id)
+            self._waiting_workers.discard(worker.id)
             assignment = self._hand_over(lease, None, worker)
             self._loop.call_soon(worker.callback, assignment.gpu_id)
         elif not answer.done():
@@ -522,6 +555,7 @@ class WorkerPoolManager:
                 answer.set_result(ended)
         elif ended.request_id in self._workers:
             request, worker = self._workers.pop(ended.request_id)
+            self._waiting_workers.discard(worker.id)
             self._loop.call_soon(worker.on_error, self._error_of(self._running_pool(), request, ended))
         # else it was cancelled, and knows
 
@@ -531,7 +565,9 @@ class WorkerPoolManager:
             _log.warning("%s lost %s: %s", worker_id, _shown(effect.lease), effect.reason)
         else:
             _log.warning("%s taken back from %s: %s", _shown(effect.lease), worker_id, effect.reason)
-            self._holders.pop(worker_id, None)
+            holder = self._holders.get(worker_id)
+            if holder is not None and holder.lease.lease_id == effect.lease.lease_id:
+                del self._holders[worker_id]
 
     def _wake_at(self, at: float) -> None:
         if self._timer is not None:
@@ -563,13 +599,16 @@ class WorkerPoolManager:
 
     def _why_not(self, pool: Pool, wishes: Wishes) -> str:
         # Very many may time out in one moment; they are told the same, which is found out once.
-        moment = (pool.now, pool.fence, len(pool.leases), self._readings_taken, wishes)
-        if self._last_explained[0] != moment:
+        moment = (pool.now, pool.fence, len(pool.leases))
+        if self._explained_at != moment:
+            self._explained_at, self._explained = moment, {}
+        text = self._explained.get(wishes)
+        if text is None:
             gpus = explain_wishes(pool, wishes, pool.now).gpus
             shown = "".join(f"\n  {gpu}" for gpu in gpus[:MOST_GPUS_TOLD])
             more = f"\n  and {len(gpus) - MOST_GPUS_TOLD} more" if len(gpus) > MOST_GPUS_TOLD else ""
-            self._last_explained = (moment, f"{shown}{more}" if gpus else "there are no GPUs")
-        return self._last_explained[1]
+            text = self._explained[wishes] = f"{shown}{more}" if gpus else "there are no GPUs"
+        return text
 
     # ---- Whether it may be called at all
 

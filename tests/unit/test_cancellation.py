@@ -300,8 +300,10 @@ class Queue(Scenario):
 
 
 def leftovers(manager: WorkerPoolManager) -> dict[str, Any]:
-    """Whatever a manager has noted down about anybody, wherever it does that."""
-    return {name: noted for name, noted in vars(manager).items() if isinstance(noted, (dict, list, set)) and noted}
+    """Whatever a manager has noted down about anybody, wherever it does that; not what errors said of GPUs last."""
+    noted = {name: noted for name, noted in vars(manager).items() if isinstance(noted, (dict, list, set)) and noted}
+    noted.pop("_explained", None)
+    return noted
 
 
 WORKERS = ("first", "second", "pair", "third", "hasty", "latecomer", "sharer", "other sharer")

@@ -45,7 +45,7 @@ class GPUAllocator:
     def observe(self, endpoint_id: str, readings: Iterable[Reading], begun_at: float) -> bool:
         """Take in what an endpoint shows; False if something newer is known already."""
         endpoint = self.endpoint(endpoint_id)
-        if begun_at < endpoint.begun_at:
+        if not begun_at >= endpoint.begun_at:
             return False
         endpoint.begun_at = begun_at
         endpoint.is_answering = True
@@ -218,7 +218,7 @@ class GPUAllocator:
                 return None
         where = f"{endpoint.endpoint_id}: " if endpoint.endpoint_id else ""
         asked = f"{wishes.count} GPUs asked for, " if wishes.count > 1 else ""
-        why = "; ".join(f"GPU {', '.join(indices)} {text}" for text, indices in why_not.items())
+        why = "; ".join(f"GPU {', '.join(indices)}: {text}" for text, indices in why_not.items())
         return f"{where}{asked}{possible} of {len(known)} could ever serve it{f' ({why})' if why else ''}"
 
     # Inside

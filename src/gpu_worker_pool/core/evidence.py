@@ -21,7 +21,11 @@ def trace_of(lease: Lease, gpu: GPUResourceState, settings: PoolSettings) -> str
     if reading.processes is not None and before.processes is not None:
         # Not by the process's age: a worker is often older than its grant, and comes onto the GPU after it.
         newcomers = [process for process in reading.processes if process.identity not in before.processes]
-        return f"{newcomers[0]} came after the grant" if newcomers else None
+        if newcomers:
+            return f"{newcomers[0]} came after the grant"
+        if not reading.processes:
+            return None
+        # One that was there before may be the holder's own: several workers can live in one process.
     if reading.memory_used_mb is not None and before.memory_used_mb is not None:
         limit = before.memory_used_mb + settings.returned_memory_slack_mb
         used = reading.memory_used_mb

@@ -64,8 +64,10 @@ def _when_usable(allocator: GPUAllocator, gpu: GPUResourceState, wishes: Wishes,
         return None
     if allocator.is_eligible(gpu, wishes, now):
         return NOW
-    # Just released, it may look busy for a moment: utilization is a trailing average, memory takes a while to return.
-    if gpu.leases or now - gpu.freed_at <= settings.settle_seconds:
+    # A quarantine may last for ever, as an outsider may; it counts only at first, as what was just released does: that
+    # may look busy for a moment, because utilization is a trailing average and memory takes a while to return.
+    is_held = gpu.leases and all(lease.is_live for lease in gpu.leases.values())
+    if is_held or now - gpu.freed_at <= settings.settle_seconds:
         return AFTER_LEASES
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.moves import LeaseState
@@ -24,6 +25,9 @@ def check_requested(pool: Pool, event: Requested, now: float) -> None:
     known = pool.requests.get(event.request.request_id)
     if isinstance(known, Outcome) and pool.outcomes.is_old(known, now):
         return
+    ttl_seconds = event.request.ttl_seconds
+    if ttl_seconds is not None and not 0 < ttl_seconds < math.inf:
+        raise IllegalEventError(f"ttl_seconds must be a number above 0, not {ttl_seconds!r}")
     if known is not None and known.request != event.request:
         raise RequestMismatchError(
             f"request id {event.request.request_id!r} was used for another request; choose a new id for a new wish"

@@ -79,11 +79,11 @@ def lasting_obstacles(reading: Reading, wishes: Wishes, settings: PoolSettings) 
     """Why this GPU could never serve the request, whatever it is doing (rule 5)."""
     model = wishes.gpu_model
     if model is not None and model.casefold() not in reading.name.casefold():
-        yield Obstacle(ObstacleKind.WRONG_MODEL, f"is a {reading.name}, not a {model}")
+        yield Obstacle(ObstacleKind.WRONG_MODEL, f"{reading.name}, not {model}")
     if wishes.only is not None and not any(names_gpu(name, reading) for name in wishes.only):
-        yield Obstacle(ObstacleKind.NOT_AMONG_ONLY, f"is not among {', '.join(wishes.only)}")
+        yield Obstacle(ObstacleKind.NOT_AMONG_ONLY, f"not among {', '.join(wishes.only)}")
     if any(names_gpu(name, reading) for name in wishes.exclude):
-        yield Obstacle(ObstacleKind.EXCLUDED, "is excluded")
+        yield Obstacle(ObstacleKind.EXCLUDED, "excluded")
     needed, total = wishes.needed_memory_mb, reading.memory_total_mb
     if total is not None and needed > total:
         yield Obstacle(ObstacleKind.TOO_SMALL, f"has {total:g} MB in all, {needed:g} MB are needed", total, needed)

@@ -173,7 +173,7 @@ class Pool:
         withheld: set[str] = set()
         overtaken: list[Waiter] = []
         for line, waiter in self.queue.heads():
-            gpus = self._choose(line, withheld, now)
+            gpus = self._choose(line, withheld, now) if self._improved or not line.tried else None
             if gpus is not None:
                 self._grant_waiter(waiter, gpus, now)
                 # Whoever could not be kept anything before may lack only what was granted just now.
@@ -276,6 +276,8 @@ class Pool:
         if waiter.line is not None:
             self.queue.remove(waiter)
             self.timers.clear("waiter", waiter.request.request_id)
+            # What was kept or awaited for it may serve another now.
+            self._improved.update(self.allocator.freed)
             if waiter is self.keeper:
                 self._improve(waiter.kept)
                 self.keeper = None
@@ -345,6 +347,7 @@ class Pool:
     def _listens(self, waiter: Waiter, event: Requested, now: float) -> None:
         waiter.deadline = event.deadline
         waiter.asking_until = event.asking_until
+        waiter.gives_up_at = None
         if event.asking_until is not None:
             waiter.gives_up_at = max(event.asking_until, now) + self.settings.patience_seconds
 
@@ -538,6 +541,7 @@ class Pool:
                 self._quarantine(lease, reason, now + self.settings.quarantine_seconds, now)
             elif lease.state is LeaseState.OFFERED:
                 self._end_lease(lease, LeaseState.RECLAIMED, now, reason)
+        self._reject_impossible(now)
 
     def _ticked(self, event: Ticked, now: float) -> None:
         self.outcomes.forget_old(now)

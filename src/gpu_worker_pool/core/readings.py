@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+#: No card has more; and whatever is compared with it is a number that can be reckoned with.
+LARGEST_MB = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +56,13 @@ class Reading:
 
     def __post_init__(self) -> None:
         for field, upper in (
-            ("memory_total_mb", math.inf),
-            ("memory_used_mb", math.inf),
+            ("memory_total_mb", LARGEST_MB),
+            ("memory_used_mb", LARGEST_MB),
             ("memory_usage_percent", 100.0),
             ("utilization_percent", 100.0),
         ):
             value = getattr(self, field)
-            if value is not None and not (math.isfinite(value) and 0 <= value <= upper):
+            if value is not None and not 0 <= value <= upper:  # which NaN is not either
                 self._spoil(field, f"{field} is {value}")
         total, used = self.memory_total_mb, self.memory_used_mb
         if total is not None and used is not None:

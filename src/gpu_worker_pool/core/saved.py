@@ -108,7 +108,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, frozenset):
         return [list(identity) for identity in sorted(value, key=lambda identity: (identity[0], identity[1] or 0.0))]
-    return None if value == -math.inf else value
+    return None if value in (math.inf, -math.inf) else value  # never, in either direction
 
 
 def _moved(value: Any, seconds: float) -> Any:

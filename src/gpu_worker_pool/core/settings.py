@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from typing import Literal
 
 Strategy = Literal["availability", "round_robin", "weighted"]
@@ -42,6 +43,16 @@ class PoolSettings:
     returned_memory_slack_percent: float = 1.0
     #: When a fresh reading is wanted, counted from the release, while someone waits (rule 8).
     reading_delays_seconds: tuple[float, ...] = (0.0, 0.1, 0.3, 1.0)
+
+    def __post_init__(self) -> None:
+        if self.strategy not in ("availability", "round_robin", "weighted"):
+            raise ValueError(f"strategy must be availability, round_robin or weighted, not {self.strategy!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+                raise ValueError(f"{field.name} must be a number of at least 0, not {value!r}")
+        if not self.reading_delays_seconds or any(not 0 <= delay < math.inf for delay in self.reading_delays_seconds):
+            raise ValueError(f"reading_delays_seconds must hold numbers, not {self.reading_delays_seconds!r}")
 
     @property
     def reading_max_age_seconds(self) -> float:

@@ -69,13 +69,18 @@ class Wishes:
             raise ValueError("share=True needs memory_mb: say how much of the GPU is yours")
         if self.policy not in ("thresholds", "idle"):
             raise ValueError(f"policy must be 'thresholds' or 'idle', not {self.policy!r}")
-        if self.gpu_model is not None and not str(self.gpu_model).strip():
+        model: object = self.gpu_model
+        if model is not None and not (isinstance(model, str) and model.strip()):
             raise ValueError(f"gpu_model must be part of a GPU's name, not {self.gpu_model!r}")
         if self.only is not None and not self.only:
             raise ValueError("only must name at least one GPU; leave it out to allow all of them")
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[type[Wishes], tuple[object, ...]]:
+        # Hashes of texts differ from process to process: what is unpickled is made anew.
+        return Wishes, tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     @property
     def needed_memory_mb(self) -> float:
