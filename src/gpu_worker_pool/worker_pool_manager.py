@@ -190,6 +190,7 @@ class WorkerPoolManager:
         self._holders: dict[str, _Holder] = {}
         self._timer: Timer | None = None
         self._timer_at = 0.0
+        self._on_dropped = self._dropped
         #: Asked for with every reading, not with every request.
         self._is_talkative = _log.isEnabledFor(logging.INFO)
         self._pool = Pool(self._settings)
@@ -326,7 +327,7 @@ class WorkerPoolManager:
             assignment = assignment_of_one_gpu(gpu.index, worker_id, datetime.now(), uuids, lease.fence)
         else:
             assignment = _assignment(lease)
-        holder = _Holder(assignment, self._dropped)
+        holder = _Holder(assignment, self._on_dropped)
         holder.lease = lease
         holder.task = None
         # A task that only asks, as `gather` and `wait_for` make them, ends with the answer; who is behind it is open.

@@ -177,14 +177,14 @@ class GPUAllocator:
         self, gpus: Sequence[GPUResourceState], held: Sequence[HeldGPU], now: float, read_after: float | None
     ) -> None:
         """A lease on them ended; readings begun before `read_after` do not show whether they are free."""
-        for gpu, before in zip(gpus, held, strict=True):
+        for place, gpu in enumerate(gpus):
             gpu.freed_at, gpu.readings_wanted = now, 0
             self.freed[gpu.gpu_id] = gpu
             if read_after is not None:
                 gpu.read_after = read_after
             if not gpu.leases:
                 # Until it is read again: the last reading shows the load of the one who had it.
-                gpu.as_held = before
+                gpu.as_held = held[place]
             self._index(gpu)
         if self._only_endpoint is None:
             self._rank(gpus[0].endpoint)

@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 
 
 def check_requested(pool: Pool, event: Requested, now: float) -> None:
-    known = pool.requests.get(event.request.request_id)
+    request = event.request
+    if request.ttl_seconds is not None and not 0 < request.ttl_seconds < math.inf:
+        raise IllegalEventError(f"ttl_seconds must be a number above 0, not {request.ttl_seconds!r}")
+    known = pool.requests.get(request.request_id)
+    if known is None or known.request == request:
+        return
     if isinstance(known, Outcome) and pool.outcomes.is_old(known, now):
         return
-    ttl_seconds = event.request.ttl_seconds
-    if ttl_seconds is not None and not 0 < ttl_seconds < math.inf:
-        raise IllegalEventError(f"ttl_seconds must be a number above 0, not {ttl_seconds!r}")
-    if known is not None and known.request != event.request:
-        raise RequestMismatchError(
-            f"request id {event.request.request_id!r} was used for another request; choose a new id for a new wish"
-        )
+    raise RequestMismatchError(
+        f"request id {request.request_id!r} was used for another request; choose a new id for a new wish"
+    )
 
 
 def check_cancelled(pool: Pool, event: Cancelled, now: float) -> None:

@@ -296,12 +296,11 @@ class Pool:
     def _requested(self, event: Requested, now: float) -> None:
         request, queue, allocator = event.request, self.queue, self.allocator
         known = self.requests.get(request.request_id)
-        if isinstance(known, Outcome):
-            self.outcomes.forget_old(now)
-            known = self.requests.get(request.request_id)
         if known is not None:
-            self._asked_again(known, event, now)
-            return
+            self.outcomes.forget_old(now)
+            if request.request_id in self.requests:
+                self._asked_again(known, event, now)
+                return
         self.ticket += 1
         wishes = request.wishes
         meets_nobody = not queue.waiting

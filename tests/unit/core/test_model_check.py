@@ -378,7 +378,7 @@ SMALL = [
     ),
     Scenario(
         "unserved",
-        (880, 17_000),
+        (880, 13_500),
         askers("once", ttl=STEP) + askers("again", listens=STEP, ttl=STEP),
         {"": 1},
         TIMED,
