@@ -10,11 +10,16 @@ READY := $(VENV)/.ready
 help: ## show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): pyproject.toml requirements-dev.txt
+TOOLS := $(VENV)/.tools
+
+$(TOOLS): requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "gpu-worker-pool needs Python 3.11 or later; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $(TOOLS)
+
+$(READY): $(TOOLS) pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $(READY)
 

@@ -59,7 +59,7 @@ class InvalidAssignmentError(GPUWorkerPoolError, ValueError):
 
 
 class StaleAssignmentError(GPUWorkerPoolError, ValueError):
-    """The assignment is no longer held: it was released, expired or lost."""
+    """The assignment is no longer held: it expired, was taken back, or was lost."""
 
 
 # --- the pool's life ---

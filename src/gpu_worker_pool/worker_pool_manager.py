@@ -466,10 +466,8 @@ class WorkerPoolManager:
         readings = tuple(readings)
         for reading in readings:
             # Assignments are named by these; better to refuse a reading than a worker.
-            if endpoint_id and reading.gpu_id != make_global_gpu_id(endpoint_id, reading.index):
-                raise ValueError(
-                    f"GPU {reading.index} of {endpoint_id} must have that as its id, not {reading.gpu_id!r}"
-                )
+            if endpoint_id and reading.gpu_id != (name := make_global_gpu_id(endpoint_id, reading.index)):
+                raise ValueError(f"gpu_id must be {name!r} here, endpoint and index, not {reading.gpu_id!r}")
         self._is_talkative = _log.isEnabledFor(logging.INFO)
         self._explained.clear()
         self._apply(Observed(endpoint_id, readings, self._now() - age_seconds))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gpu_worker_pool import errors
-from gpu_worker_pool.config import EnvironmentConfigurationManager
+from gpu_worker_pool.config import EnvironmentConfigurationManager, MultiEndpointConfigurationManager
 from gpu_worker_pool.core import PoolSettings, ProcessReading, Wishes, check_invariants
 from gpu_worker_pool.errors import (
     AlreadyStartedError,
@@ -1758,3 +1758,47 @@ async def test_real_time_works_as_well() -> None:
         await asyncio.sleep(0.01)
         await manager.release_gpu(held)
         await manager.release_gpu(await waiter)
+
+
+# ---- What must not harm others
+
+
+async def test_a_reading_by_another_name_than_its_assignment_would_have_is_refused(pool: WorkerPoolManager) -> None:
+    with pytest.raises(ValueError, match="gpu_id"):
+        pool.observe([gpu(0, gpu_id="GPU-xyz")], endpoint_id="a")
+    with pytest.raises(ValueError, match="endpoint_id"):
+        pool.observe([gpu(0, gpu_id="h:8000:0")], endpoint_id="h:8000")
+    with pytest.raises(ValueError, match="age_seconds"):
+        pool.observe(gpus(2), age_seconds=math.nan)
+    assert pool.get_pool_status().total_gpus == 2
+
+
+async def test_a_worker_s_name_used_again_keeps_its_new_gpu(clock: FakeClock) -> None:
+    worker = WorkerInfo("w1", NOW)
+    async with WorkerPoolManager(max_assignment_age_seconds=10.0, clock=clock) as manager:
+        manager.observe(gpus(2))
+        manager.enqueue_worker(worker)
+        await clock.run(13.0)
+        with pytest.raises(StaleAssignmentError):
+            manager.release_worker("w1")
+        manager.observe(gpus(2))
+        manager.enqueue_worker(worker)
+        await clock.run(6.0)
+        manager.observe(gpus(2))
+        manager.release_worker("w1")
+        manager.observe(gpus(2))
+        assert manager.get_pool_status().active_workers == 0
+
+
+async def test_callbacks_that_would_have_to_be_awaited_are_refused(pool: WorkerPoolManager) -> None:
+    async def callback(gpu_id: Any) -> None:
+        """Nobody would ever run this."""
+
+    with pytest.raises(ValueError, match="plain functions"):
+        pool.enqueue_worker(WorkerInfo("w1", NOW, callback))
+    assert pool.get_pool_status().active_workers == 0
+
+
+def test_the_strategy_of_a_configuration_for_many_endpoints_counts() -> None:
+    config = MultiEndpointConfigurationManager({"GPU_LOAD_BALANCING_STRATEGY": "weighted"})
+    assert WorkerPoolManager(config)._settings.strategy == "weighted"

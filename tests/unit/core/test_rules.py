@@ -391,6 +391,19 @@ def test_rule_4_an_outsider_does_not_freeze_the_pool(story: Story) -> None:
     assert granted(story.asks("small")) == [("small", ("1",))]
 
 
+def test_rule_4_nor_does_a_quarantine_that_does_not_end(story: Story) -> None:
+    still_there = gpu(0, processes=(ProcessReading(99, 0.5),))
+    story.reads(*gpus(2))
+    story.asks("gone", ttl=10.0)
+    story.asks("other")
+    story.asks("pair", Wishes(count=2))
+    story.now += 61.0
+    story.reads(still_there, gpu(1))
+    story.reads(still_there, gpu(1), after=6.0)
+    story.releases("other")
+    assert granted(story.asks("small")) == [("small", ("1",))]
+
+
 def test_rule_4_a_shared_gpu_drains_for_one_that_needs_all_of_it(story: Story) -> None:
     quarter = Wishes(memory_mb=20_000, share=True)
     story.reads(gpu(0))
@@ -455,6 +468,14 @@ def test_rule_5_one_of_several_endpoints_excludes_only_itself(story: Story) -> N
     story.asks("a", Wishes(count=2))
     assert story.waits() == ["a"], "y may have two"
     assert granted(story.reads(*gpus(2, endpoint_id="y"), endpoint_id="y")) == [("a", ("y:0", "y:1"))]
+
+
+def test_rule_5_who_waits_is_told_when_a_gpu_ceased_to_exist(story: Story) -> None:
+    story.reads(*gpus(2))
+    story.asks("holder")
+    story.asks("pair", Wishes(count=2))
+    (ended,) = [effect for effect in story.happens(GPUsVanished(("1",))) if isinstance(effect, Ended)]
+    assert (ended.request_id, ended.state) == ("pair", RequestState.REJECTED)
 
 
 def test_rule_5_a_gpu_that_is_missing_for_a_moment_is_still_part_of_the_host(story: Story) -> None:
@@ -540,6 +561,17 @@ def test_rule_8_a_reading_from_before_the_release_does_not_send_the_gpu_past_the
     assert granted(story.reads(gpu(0))) == [("next", ("0",))]
 
 
+def test_rule_8_what_was_awaited_for_one_that_left_serves_another(story: Story) -> None:
+    busy = gpu(0, utilization_percent=95.0)
+    story.reads(gpu(0))
+    story.asks("holder")
+    story.reads(busy)
+    story.asks("next")
+    story.asks("does not mind", Wishes(memory_mb=1000, share=True))
+    story.releases("holder")
+    assert granted(story.happens(Cancelled("next"))) == [("does not mind", ("0",))]
+
+
 @pytest.mark.parametrize("readings", [0, 1])
 def test_rule_8_but_others_do_not_wait_for_ever_for_that(story: Story, readings: int) -> None:
     busy = gpu(0, utilization_percent=95.0)
@@ -599,6 +631,23 @@ def test_rule_9_asking_again_keeps_the_place_and_after_the_end_tells_the_outcome
     story.happens(Ticked(), after=15.0)
     assert story.waits() == ["a"], "b has not asked for more than 30 s"
     assert story.asks("b", ttl=TTL) == (Ended("b", RequestState.GIVEN_UP),)
+
+
+def test_rule_9_who_listens_until_it_is_answered_is_not_given_up(story: Story) -> None:
+    story.reads(gpu(0))
+    story.asks("holder")
+    story.asks("a", ttl=TTL, asking_until=story.now)
+    story.asks("a", ttl=TTL)
+    story.happens(Ticked(), after=1000.0)
+    assert story.waits() == ["a"]
+
+
+@pytest.mark.parametrize("ttl", [0.0, -1.0, float("nan"), float("inf")])
+def test_rule_9_a_lease_that_could_not_expire_is_refused(story: Story, ttl: float) -> None:
+    story.reads(gpu(0))
+    with pytest.raises(IllegalEventError, match="ttl_seconds"):
+        story.asks("a", ttl=ttl)
+    assert story.pool.ticket == 0
 
 
 def test_rule_9_a_grant_between_two_polls_waits_for_its_asker(story: Story) -> None:
@@ -826,6 +875,12 @@ def test_rule_11_a_process_that_came_after_the_grant_prolongs_it(story: Story) -
     assert granted(story.reads(gpu(0, processes=(STRANGER,)), after=1.0)) == [("b", ("0",))]
 
 
+def test_rule_11_a_process_that_was_there_before_may_be_the_holder_s_own(story: Story) -> None:
+    expired(story, processes=(STRANGER,), memory_used_mb=500.0)
+    assert granted(story.reads(gpu(0, processes=(STRANGER,), memory_used_mb=60_000.0), after=6.0)) == []
+    assert granted(story.reads(gpu(0, processes=(STRANGER,), memory_used_mb=600.0), after=1.0)) == [("b", ("0",))]
+
+
 @pytest.mark.parametrize(
     ("before", "still_there", "gone"),
     [
@@ -956,6 +1011,11 @@ def test_a_reading_from_the_future_is_from_now(story: Story) -> None:
     assert granted(story.reads(gpu(0))) == [("a", ("0",))]
 
 
+def test_a_reading_of_no_known_time_is_ignored(story: Story) -> None:
+    story.happens(snapshot([gpu(0)], at=float("nan")))
+    assert story.asks("a", Wishes(memory_mb=10)) == ()
+
+
 def test_a_gpu_listed_twice_counts_once(story: Story) -> None:
     story.reads(gpu(0), gpu(0, memory_used_mb=79_000.0))
     assert granted(story.asks("a")) == [("a", ("0",))]
@@ -983,6 +1043,8 @@ def test_requests_are_values(story: Story) -> None:
         ({"share": 1, "memory_mb": 5}, "share must be"),
         ({"policy": "free"}, "policy must be"),
         ({"gpu_model": " "}, "gpu_model must be"),
+        ({"gpu_model": 4090}, "gpu_model must be"),
+        ({"gpu_model": ["A100"]}, "gpu_model must be"),
         ({"only": ()}, "only must name"),
         ({"only": "0,1"}, "only must be a list"),
         ({"only": [None]}, "only must hold"),
@@ -1001,3 +1063,32 @@ def test_wishes_that_make_no_sense_are_refused(wishes: dict[str, Any], message: 
 def test_a_state_that_another_version_saved_is_refused(story: Story) -> None:
     with pytest.raises(ValueError, match="format 2"):
         restore({**save(story.pool), "format": 2})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "random"}, "strategy must be"),
+        ({"poll_seconds": float("nan")}, "poll_seconds must be"),
+        ({"quarantine_seconds": -1.0}, "quarantine_seconds must be"),
+        ({"reading_delays_seconds": ()}, "reading_delays_seconds must"),
+        ({"reading_delays_seconds": (0.0, float("inf"))}, "reading_delays_seconds must"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PoolSettings(**settings)
+
+
+def test_wishes_keep_no_hash_of_another_process() -> None:
+    wishes = Wishes(gpu_model="A100", only=("0",))
+    make, arguments = wishes.__reduce__()
+    assert make(*arguments) == wishes
+    assert wishes._hash not in arguments
+
+
+@pytest.mark.parametrize("total", [10**400, float("inf"), -1.0])
+def test_absurd_numbers_spoil_only_their_own_gpu(story: Story, total: float) -> None:
+    story.reads(gpu(0, memory_total_mb=total), gpu(1))
+    assert granted(story.asks("a")) == [("a", ("1",))]
+    assert granted(story.asks("b")) == []
