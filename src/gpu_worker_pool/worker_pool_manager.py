@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import weakref
 from asyncio import current_task
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from inspect import iscoroutinefunction
 from threading import get_ident
-from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from gpu_worker_pool.clocks import LoopClock
 from gpu_worker_pool.config import EnvironmentConfigurationManager, MultiEndpointConfigurationManager
 from gpu_worker_pool.core import (
     PLAIN,
@@ -61,22 +60,18 @@ from gpu_worker_pool.errors import (
     WorkerTimeoutError,
     WrongThreadError,
 )
-from gpu_worker_pool.models import (
-    GlobalGPUAssignment,
-    GPUAssignment,
-    PoolStatus,
-    WorkerInfo,
-    assignment_of_one_gpu,
-    make_global_gpu_id,
-)
+from gpu_worker_pool.holders import Holders, assignment_of
+from gpu_worker_pool.models import GPUAssignment, PoolStatus, WorkerInfo, make_global_gpu_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import TracebackType
 
+    from gpu_worker_pool.clocks import Clock, Timer
     from gpu_worker_pool.config import ConfigurationManager
     from gpu_worker_pool.core import Effect, Event, Explanation
     from gpu_worker_pool.core.wishes import Policy
+    from gpu_worker_pool.holders import Holder
     from gpu_worker_pool.models import GPUId, GPUStats
 
 __all__ = ["StaleAssignmentError", "WorkerPoolManager", "WorkerTimeoutError"]
@@ -86,42 +81,6 @@ _log = logging.getLogger(__name__)
 REMEMBERED_OUTCOMES = 1000
 #: An error explains so many GPUs one by one.
 MOST_GPUS_TOLD = 16
-
-
-class Timer(Protocol):
-    def cancel(self) -> None: ...
-
-
-class Clock(Protocol):
-    """What a manager needs of time; `gpu_worker_pool.testing.FakeClock` is one for tests."""
-
-    def now(self) -> float: ...
-
-    def call_at(self, when: float, callback: Callable[[], object], /) -> Timer: ...
-
-
-class _LoopClock:
-    """Monotonic time, whatever the loop's own time is."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-
-    now = staticmethod(monotonic)
-
-    def call_at(self, when: float, callback: Callable[[], object], /) -> Timer:
-        return self._loop.call_later(when - monotonic(), callback)
-
-
-class _Holder(weakref.ref[GPUAssignment]):
-    """Somebody who was given GPUs: a reference that tells when nothing else refers to the assignment any more."""
-
-    __slots__ = ("lease", "task", "worker")
-
-    lease: Lease
-    #: Who asked, where that can be known. Weak: a task that failed keeps everything alive that it knew.
-    task: weakref.ref[asyncio.Task[Any]] | None
-    #: For a worker that is called back. It keeps its own assignment, so that it never looks abandoned.
-    worker: tuple[WorkerInfo, GPUAssignment] | None
 
 
 class WorkerPoolManager:
@@ -181,16 +140,15 @@ class WorkerPoolManager:
             raise AlreadyStartedError
         self._loop = asyncio.get_running_loop()
         self._thread = get_ident()
-        self._clock: Clock = self._given_clock or _LoopClock(self._loop)
+        self._clock: Clock = self._given_clock or LoopClock(self._loop)
         self._now = self._clock.now
         #: Those who wait in `request_gpu`, and those who want to be called back.
         self._answers: dict[str, asyncio.Future[Lease | Ended]] = {}
         self._workers: dict[str, tuple[Request, WorkerInfo]] = {}
         self._waiting_workers: set[str] = set()
-        self._holders: dict[str, _Holder] = {}
+        self._holders = Holders(self._loop, ASKING, self._is_forgotten, self._asker_finished)
         self._timer: Timer | None = None
         self._timer_at = 0.0
-        self._on_dropped = self._dropped
         #: Asked for with every reading, not with every request.
         self._is_talkative = _log.isEnabledFor(logging.INFO)
         self._pool = Pool(self._settings)
@@ -204,7 +162,7 @@ class WorkerPoolManager:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        held = [f"{holder.lease.request.worker_id} ({_shown(holder.lease)})" for holder in self._holders.values()]
+        held = [f"{holder.lease.request.worker_id} ({_shown(holder.lease)})" for holder in self._holders]
         if held:
             _log.warning("stopped while GPUs were still assigned: %s", ", ".join(held))
         self._holders.clear()
@@ -262,7 +220,17 @@ class WorkerPoolManager:
         ):
             wishes = PLAIN
         else:
-            wishes = _wishes(count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy)
+            wishes = Wishes(
+                count=count,
+                memory_mb=memory_mb,
+                share=share,
+                min_free_memory_mb=min_free_memory_mb,
+                gpu_model=gpu_model,
+                only=None if only is None else as_names("only", only),
+                exclude=() if exclude is None else as_names("exclude", exclude),
+                priority=priority,
+                policy=policy,
+            )
         self._serial = serial = self._serial + 1
         name = f"{self._prefix}{serial}"
         request = Request(name, wishes, name, "", label, self._max_assignment_age_seconds)
@@ -320,23 +288,9 @@ class WorkerPoolManager:
     def _hand_over(
         self, lease: Lease, task: asyncio.Task[Any] | None, worker: WorkerInfo | None = None
     ) -> GPUAssignment:
-        worker_id = lease.request.worker_id
-        if len(lease.held) == 1 and not lease.endpoint_id:
-            gpu = lease.held[0]
-            uuids = () if gpu.uuid is None else (gpu.uuid,)
-            assignment = assignment_of_one_gpu(gpu.index, worker_id, datetime.now(), uuids, lease.fence)
-        else:
-            assignment = _assignment(lease)
-        holder = _Holder(assignment, self._on_dropped)
-        holder.lease = lease
-        holder.task = None
-        # A task that only asks, as `gather` and `wait_for` make them, ends with the answer; who is behind it is open.
-        if task is not None and getattr(task.get_coro(), "cr_code", None) is not _ASKING:
-            holder.task = weakref.ref(task)
-        holder.worker = None if worker is None else (worker, assignment)
-        self._holders[worker_id] = holder
+        assignment = self._holders.hand_over(lease, task, worker)
         if self._is_talkative:
-            _log.info("%s was assigned %s", worker_id, _shown(lease))
+            _log.info("%s was assigned %s", lease.request.worker_id, _shown(lease))
         return assignment
 
     # ---- Giving back
@@ -357,7 +311,7 @@ class WorkerPoolManager:
             return
         if holder() is not assignment:
             # A copy will do; another assignment will not.
-            mine = _assignment(holder.lease)
+            mine = assignment_of(holder.lease)
             if assignment.gpu_ids != mine.gpu_ids or assignment.fence not in (None, mine.fence):
                 held = _shown(holder.lease)
                 raise InvalidAssignmentError(f"{assignment.worker_id} holds {held}, not GPU {assignment.gpu_id}")
@@ -371,15 +325,15 @@ class WorkerPoolManager:
             raise InvalidAssignmentError(f"worker {worker_id!r} holds no GPU of this pool")
         self._release(pool, holder)
 
-    def _release(self, pool: Pool, holder: _Holder) -> None:
+    def _release(self, pool: Pool, holder: Holder) -> None:
         lease = holder.lease
         worker_id = lease.request.worker_id
         try:
             effects = pool.apply(Released(lease.lease_id), self._now())
         except LeaseEndedError as error:
-            del self._holders[worker_id]
+            self._holders.remove(worker_id)
             raise StaleAssignmentError(f"{worker_id}: {error}") from None
-        del self._holders[worker_id]
+        self._holders.remove(worker_id)
         if effects:
             self._perform_all(effects)
         if self._is_talkative:
@@ -400,41 +354,25 @@ class WorkerPoolManager:
         if not (was_ours and was_granted) or (assignment.fence or 0) > pool.fence:
             raise InvalidAssignmentError(f"{worker_id} holds no GPU of this pool; was it assigned by another one?")
 
-    def _dropped(self, holder: _Holder) -> None:
-        if self._holders.get(holder.lease.request.worker_id) is not holder:
-            return  # it was released
-        # Garbage is collected at any moment and in any thread; what it means is looked at in the loop's own time.
-        with suppress(RuntimeError):  # the loop is closed, and with it the pool
-            self._loop.call_soon_threadsafe(self._abandoned, holder)
-
-    def _abandoned(self, holder: _Holder) -> None:
-        """Nothing refers to an assignment any more. Its worker may still use the GPU, knowing only its number."""
-        worker_id = holder.lease.request.worker_id
-        if self._pool is None or self._holders.get(worker_id) is not holder:
-            return
-        lease = self._pool.leases.lookup(holder.lease.lease_id)
-        if lease is None or not lease.is_live:
-            return  # it was taken back, and that was told
+    def _is_forgotten(self, lease: Lease, *, is_asker_known: bool) -> bool:
+        """Nothing refers to an assignment any more: say so, and whether it is taken back once its asker is done."""
+        if self._pool is None:
+            return False
+        known = self._pool.leases.lookup(lease.lease_id)
+        if known is None or not known.is_live:
+            return False  # it was taken back before, and that was told
         until = "when the task that asked for it has finished and readings show the GPU empty"
-        if holder.task is None:
+        if not is_asker_known:
             until = "when the pool stops: which task uses it cannot be known"
-        shown = _shown(lease)
+        worker_id, shown = lease.request.worker_id, _shown(lease)
         _log.warning(
             "%s dropped its assignment of %s without release_gpu(); it is taken back %s", worker_id, shown, until
         )
-        pool = self._pool
+        return is_asker_known
 
-        def finished(_: object = None) -> None:
-            if self._pool is pool:
-                self._apply(HolderGone(lease.lease_id))
-
-        if holder.task is None:
-            return  # nobody knows when its worker is done, so nobody else gets the GPU
-        task = holder.task()
-        if task is None or task.done():
-            finished()
-        else:
-            task.add_done_callback(finished)
+    def _asker_finished(self, lease: Lease) -> None:
+        if self._pool is not None and lease.lease_id in self._pool.leases.by_id:
+            self._apply(HolderGone(lease.lease_id))
 
     # ---- Readings
 
@@ -566,7 +504,7 @@ class WorkerPoolManager:
             _log.warning("%s taken back from %s: %s", _shown(effect.lease), worker_id, effect.reason)
             holder = self._holders.get(worker_id)
             if holder is not None and holder.lease.lease_id == effect.lease.lease_id:
-                del self._holders[worker_id]
+                self._holders.remove(worker_id)
 
     def _wake_at(self, at: float) -> None:
         if self._timer is not None:
@@ -621,50 +559,7 @@ class WorkerPoolManager:
 
 
 #: What a task runs that only asks.
-_ASKING = WorkerPoolManager.request_gpu.__code__
-
-
-def _wishes(
-    count: int,
-    memory_mb: float | None,
-    share: bool,
-    min_free_memory_mb: float | None,
-    gpu_model: str | None,
-    only: Iterable[int | str] | None,
-    exclude: Iterable[int | str] | None,
-    priority: int,
-    policy: Policy,
-) -> Wishes:
-    return Wishes(
-        count=count,
-        memory_mb=memory_mb,
-        share=share,
-        min_free_memory_mb=min_free_memory_mb,
-        gpu_model=gpu_model,
-        only=None if only is None else as_names("only", only),
-        exclude=() if exclude is None else as_names("exclude", exclude),
-        priority=priority,
-        policy=policy,
-    )
-
-
-def _assignment(lease: Lease) -> GPUAssignment:
-    worker_id, held = lease.request.worker_id, lease.held
-    uuids = [gpu.uuid for gpu in held if gpu.uuid is not None]
-    gpu_uuids = uuids if len(uuids) == len(held) else ()
-    if lease.endpoint_id:
-        return GlobalGPUAssignment(
-            lease.gpu_ids[0],
-            lease.endpoint_id,
-            held[0].index,
-            worker_id,
-            datetime.now(),
-            gpu_ids=lease.gpu_ids,
-            gpu_uuids=gpu_uuids,
-            fence=lease.fence,
-        )
-    indices = [gpu.index for gpu in held]
-    return GPUAssignment(indices[0], worker_id, datetime.now(), gpu_ids=indices, gpu_uuids=gpu_uuids, fence=lease.fence)
+ASKING = WorkerPoolManager.request_gpu.__code__
 
 
 def _shown(lease: Lease) -> str:

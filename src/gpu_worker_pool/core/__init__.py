@@ -5,7 +5,7 @@
 | 1 | when a GPU is eligible | `obstacles` |
 | 2 | one worker a GPU, unless both declare memory and share | `obstacles.promise_obstacles` |
 | 3 | which GPU is best, and which endpoint | `gpus.GPUResourceState.rank`, `allocator`, `balancing` |
-| 4 | who is first, and the bound on being overtaken | `queue`, `Pool._assign`, `keeping` |
+| 4 | who is first, and the bound on being overtaken | `queue`, `assigning`, `keeping` |
 | 5 | impossible requests fail at once | `allocator.GPUAllocator.impossible` |
 | 6 | every request ends exactly once | `moves.REQUEST_MOVES`, `Pool._end_request` |
 | 7 | a cancelled grant is given back | `Pool._cancelled` |

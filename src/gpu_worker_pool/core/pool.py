@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpu_worker_pool.core import legality
 from gpu_worker_pool.core.allocator import GPUAllocator
+from gpu_worker_pool.core.assigning import assign
 from gpu_worker_pool.core.assignments import Lease, Quarantine, WorkerAssignmentTracker
 from gpu_worker_pool.core.effects import Effect, Ended, Granted, LeaseEnded, ReadingWanted, WakeAt
 from gpu_worker_pool.core.events import (
@@ -31,7 +32,6 @@ from gpu_worker_pool.core.events import (
     Unreachable,
 )
 from gpu_worker_pool.core.evidence import trace_of
-from gpu_worker_pool.core.keeping import gpus_to_await, gpus_to_keep
 from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, IllegalMoveError, LeaseState, RequestState
 from gpu_worker_pool.core.queue import Line, Waiter, WorkerQueue
 from gpu_worker_pool.core.remembered import Outcome, RememberedOutcomes
@@ -40,7 +40,7 @@ from gpu_worker_pool.core.timers import Timers
 from gpu_worker_pool.core.wishes import PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gpu_worker_pool.core.assignments import HeldGPU
     from gpu_worker_pool.core.events import Request
@@ -74,9 +74,9 @@ class Pool:
         #: The one waiter for whom GPUs are kept; which ones, it knows itself (rule 4).
         self.keeper: Waiter | None = None
         #: Whether a line was begun that has not been looked at yet.
-        self._has_new_line = False
+        self.has_new_line = False
         #: GPUs that may have become eligible for somebody who waits, since the last assignment.
-        self._improved: dict[str, GPUResourceState] = {}
+        self.improved: dict[str, GPUResourceState] = {}
         self._quarantined: dict[str, None] = {}
         self._effects: list[Effect] = []
         #: The earliest moment that was asked for by `WakeAt` and has not come.
@@ -124,14 +124,14 @@ class Pool:
     def _follow_up(self, now: float) -> None:
         """After an event: who can be served now, what is due at once, which readings and which wake-up are wanted."""
         timers = self.timers
-        if self._improved or self._has_new_line:
-            self._assign(now)
+        if self.improved or self.has_new_line:
+            assign(self, now)
         if now >= timers.not_before and self._run_timers(now):
-            self._assign(now)
+            assign(self, now)
         if self.allocator.freed and self.queue.waiting:
             self._want_readings(now)
-            if self._improved:
-                self._assign(now)
+            if self.improved:
+                assign(self, now)
         if self._wake_at <= now:
             self._wake_at = math.inf
         if timers.not_before < self._wake_at and (at := timers.next_at()) < self._wake_at:
@@ -162,71 +162,7 @@ class Pool:
 
     # ---- Rule 4: order. Rule 6: every request ends exactly once
 
-    def _assign(self, now: float) -> None:
-        """Grant whatever can be granted to those who wait, in order."""
-        self._has_new_line = False
-        line = self.queue.only_line()
-        if line is not None:
-            self._serve(line, now)
-            return
-        #: What whoever comes later cannot have.
-        withheld: set[str] = set()
-        overtaken: list[Waiter] = []
-        for line, waiter in self.queue.heads():
-            gpus = self._choose(line, withheld, now) if self._improved or not line.tried else None
-            if gpus is not None:
-                self._grant_waiter(waiter, gpus, now)
-                # Whoever could not be kept anything before may lack only what was granted just now.
-                self._keep_for_first(overtaken, withheld, now)
-                continue
-            line.tried = True
-            if self.allocator.freed:
-                withheld.update(gpus_to_await(self.allocator, line.wishes, now))
-            if now - waiter.enqueued_at >= self.settings.max_bypass_seconds:
-                overtaken.append(waiter)
-                self._keep_for_first(overtaken[-1:], withheld, now)
-        self._improved.clear()
-
-    def _serve(self, line: Line, now: float) -> None:
-        """The same where all wait for the same thing, as they mostly do: nobody can be passed over."""
-        while line.waiters:
-            gpus = self.allocator.best_plain((), now) if line.is_plain else self._choose(line, (), now)
-            if gpus is None:
-                line.tried = True
-                break
-            self._grant_waiter(line.head, gpus, now)
-        self._improved.clear()
-
-    def _choose(self, line: Line, withheld: Collection[str], now: float) -> tuple[GPUResourceState, ...] | None:
-        allocator, wishes = self.allocator, line.wishes
-        if line.is_plain:
-            return allocator.best_plain(withheld, now)
-        candidates: Iterable[GPUResourceState] = allocator.gpus.values()
-        if line.tried:
-            changed = [gpu for gpu in self._improved.values() if allocator.is_eligible(gpu, wishes, now)]
-            if not changed:
-                return None
-            if wishes.count == 1:
-                candidates = changed
-        return allocator.best(wishes, candidates, withheld, now)
-
-    def _keep_for_first(self, overtaken: list[Waiter], withheld: set[str], now: float) -> None:
-        """Keep GPUs for the first of those that were overtaken for long enough; who comes after it cannot have them."""
-        for waiter in overtaken:
-            keeper = self.keeper
-            if keeper is not None and keeper.order < waiter.order:
-                return  # they are kept for an earlier one
-            kept = gpus_to_keep(self.allocator, waiter, self._improved.values() if waiter is keeper else None, now)
-            if keeper is not None and (kept or waiter is keeper):
-                if waiter is not keeper or keeper.kept != kept:
-                    self._improve(keeper.kept)
-                keeper.kept, self.keeper = (), None
-            if kept:
-                waiter.kept, self.keeper = kept, waiter
-                withheld.update(kept)
-                return
-
-    def _grant_waiter(self, waiter: Waiter, gpus: tuple[GPUResourceState, ...], now: float) -> None:
+    def grant_waiter(self, waiter: Waiter, gpus: tuple[GPUResourceState, ...], now: float) -> None:
         self._leave_queue(waiter, RequestState.GRANTED)
         self._grant(waiter.request, waiter.enqueued_at, waiter.asking_until, gpus, now)
 
@@ -277,9 +213,9 @@ class Pool:
             self.queue.remove(waiter)
             self.timers.clear("waiter", waiter.request.request_id)
             # What was kept or awaited for it may serve another now.
-            self._improved.update(self.allocator.freed)
+            self.improved.update(self.allocator.freed)
             if waiter is self.keeper:
-                self._improve(waiter.kept)
+                self.improve(waiter.kept)
                 self.keeper = None
 
     def _set_waiter_timer(self, waiter: Waiter) -> None:
@@ -324,7 +260,7 @@ class Pool:
         if line is None:
             line = Line(wishes, is_plain=allocator.is_plain(wishes))
             line.tried = meets_nobody
-            self._has_new_line = not meets_nobody
+            self.has_new_line = not meets_nobody
         queue.enqueue(waiter, line)
         self.requests[request.request_id] = waiter
         self._set_waiter_timer(waiter)
@@ -385,7 +321,7 @@ class Pool:
         gpus = self.leases.release(lease.lease_id)
         self.allocator.ended(gpus, lease.held, now, read_after)
         if self.queue.waiting:
-            self._improve(lease.gpu_ids)
+            self.improve(lease.gpu_ids)
         self.tally[state] += 1
         if state is LeaseState.RELEASED and not self.settings.remembers_releases:
             del self.requests[lease.request.request_id]
@@ -395,9 +331,9 @@ class Pool:
         if reason:
             self._effects.append(LeaseEnded(lease, state, reason))
 
-    def _improve(self, gpu_ids: Sequence[str]) -> None:
+    def improve(self, gpu_ids: Sequence[str]) -> None:
         for gpu_id in gpu_ids:
-            self._improved[gpu_id] = self.allocator.gpus[gpu_id]
+            self.improved[gpu_id] = self.allocator.gpus[gpu_id]
 
     def _want_readings(self, now: float) -> None:
         delays = self.settings.reading_delays_seconds
@@ -410,7 +346,7 @@ class Pool:
                 if gpu.readings_wanted == len(delays):
                     # Nobody waits for it to be read any longer.
                     del self.allocator.freed[gpu.gpu_id]
-                    self._improved[gpu.gpu_id] = gpu
+                    self.improved[gpu.gpu_id] = gpu
                     break
             else:
                 at = gpu.freed_at + delays[gpu.readings_wanted]
@@ -507,7 +443,7 @@ class Pool:
             if lease is not None and lease.endpoint_id == event.endpoint_id:
                 self._review(lease, now)
         if self.queue:
-            self._improved.update(endpoint.gpus)
+            self.improved.update(endpoint.gpus)
             if not was_known:
                 self._reject_impossible(now)
         else:

@@ -1,0 +1,136 @@
+"""Who was given GPUs, and whether anybody still can release them. Notices what is forgotten; decides nothing."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gpu_worker_pool.models import GlobalGPUAssignment, GPUAssignment, assignment_of_one_gpu
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Iterator
+    from types import CodeType
+
+    from gpu_worker_pool.core import Lease
+    from gpu_worker_pool.models import WorkerInfo
+
+
+class Holder(weakref.ref[GPUAssignment]):
+    """Somebody who was given GPUs: a reference that tells when nothing else refers to the assignment any more."""
+
+    __slots__ = ("lease", "task", "worker")
+
+    lease: Lease
+    #: Who asked, where that can be known. Weak: a task that failed keeps everything alive that it knew.
+    task: weakref.ref[asyncio.Task[Any]] | None
+    #: For a worker that is called back. It keeps its own assignment, so that it never looks forgotten.
+    worker: tuple[WorkerInfo, GPUAssignment] | None
+
+
+class Forgotten(Protocol):
+    def __call__(self, lease: Lease, *, is_asker_known: bool) -> bool: ...
+
+
+class Holders:
+    """By worker id.
+
+    `is_forgotten` is called when an assignment object is gone unreleased; if it returns True, `asker_finished` is
+    called as soon as the task that asked has finished too.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        asking: CodeType,
+        is_forgotten: Forgotten,
+        asker_finished: Callable[[Lease], object],
+    ) -> None:
+        self._loop = loop
+        #: What a task runs that only asks, as `gather` and `wait_for` make them: it ends with the answer, and who is
+        #: behind it is not known.
+        self._asking = asking
+        self._is_forgotten = is_forgotten
+        self._asker_finished = asker_finished
+        self._on_dropped = self._dropped
+        self._holders: dict[str, Holder] = {}
+
+    def hand_over(
+        self, lease: Lease, task: asyncio.Task[Any] | None, worker: WorkerInfo | None = None
+    ) -> GPUAssignment:
+        """Make the assignment that the worker gets, and keep an eye on it."""
+        worker_id = lease.request.worker_id
+        if len(lease.held) == 1 and not lease.endpoint_id:
+            gpu = lease.held[0]
+            uuids = () if gpu.uuid is None else (gpu.uuid,)
+            assignment = assignment_of_one_gpu(gpu.index, worker_id, datetime.now(), uuids, lease.fence)
+        else:
+            assignment = assignment_of(lease)
+        holder = Holder(assignment, self._on_dropped)
+        holder.lease = lease
+        holder.task = None
+        if task is not None and getattr(task.get_coro(), "cr_code", None) is not self._asking:
+            holder.task = weakref.ref(task)
+        holder.worker = None if worker is None else (worker, assignment)
+        self._holders[worker_id] = holder
+        return assignment
+
+    def get(self, worker_id: str) -> Holder | None:
+        return self._holders.get(worker_id)
+
+    def remove(self, worker_id: str) -> None:
+        del self._holders[worker_id]
+
+    def clear(self) -> None:
+        self._holders.clear()
+
+    def _dropped(self, holder: Holder) -> None:
+        if self._holders.get(holder.lease.request.worker_id) is not holder:
+            return  # it was released
+        # Garbage is collected at any moment and in any thread; what it means is looked at in the loop's own time.
+        with suppress(RuntimeError):  # the loop is closed, and with it the pool
+            self._loop.call_soon_threadsafe(self._look_after, holder)
+
+    def _look_after(self, holder: Holder) -> None:
+        """Its worker may still use the GPU, knowing only its number; so it counts until the task has finished."""
+        lease = holder.lease
+        if self._holders.get(lease.request.worker_id) is not holder:
+            return
+        if not self._is_forgotten(lease, is_asker_known=holder.task is not None):
+            return
+        task = holder.task() if holder.task is not None else None
+        if task is None or task.done():
+            self._finished(holder)
+        else:
+            task.add_done_callback(lambda _: self._finished(holder))
+
+    def _finished(self, holder: Holder) -> None:
+        if self._holders.get(holder.lease.request.worker_id) is holder:  # and the pool has not stopped meanwhile
+            self._asker_finished(holder.lease)
+
+    def __contains__(self, worker_id: object) -> bool:
+        return worker_id in self._holders
+
+    def __iter__(self) -> Iterator[Holder]:
+        return iter(list(self._holders.values()))
+
+
+def assignment_of(lease: Lease) -> GPUAssignment:
+    worker_id, held = lease.request.worker_id, lease.held
+    uuids = [gpu.uuid for gpu in held if gpu.uuid is not None]
+    gpu_uuids = uuids if len(uuids) == len(held) else ()
+    if lease.endpoint_id:
+        return GlobalGPUAssignment(
+            lease.gpu_ids[0],
+            lease.endpoint_id,
+            held[0].index,
+            worker_id,
+            datetime.now(),
+            gpu_ids=lease.gpu_ids,
+            gpu_uuids=gpu_uuids,
+            fence=lease.fence,
+        )
+    indices = [gpu.index for gpu in held]
+    return GPUAssignment(indices[0], worker_id, datetime.now(), gpu_ids=indices, gpu_uuids=gpu_uuids, fence=lease.fence)
