@@ -6,7 +6,18 @@ from collections import Counter
 
 import pytest
 
-from gpu_worker_pool.core import Granted, Pool, PoolSettings, Released, Request, Requested, Strategy, Unreachable
+from gpu_worker_pool.core import (
+    PLAIN,
+    Granted,
+    Pool,
+    PoolSettings,
+    Released,
+    Request,
+    Requested,
+    Strategy,
+    Unreachable,
+    Wishes,
+)
 from gpu_worker_pool.testing import gpus, snapshot
 
 
@@ -16,6 +27,7 @@ class Fleet:
     def __init__(self, strategy: Strategy, **hosts: int) -> None:
         self.pool = Pool(PoolSettings(strategy=strategy, remember_at_most=10))
         self.hosts = hosts
+        self.wishes = PLAIN
         self.serial = 0
         for host in hosts:
             self.answers(host)
@@ -26,7 +38,7 @@ class Fleet:
 
     def request(self) -> str:
         self.serial += 1
-        (effect,) = self.pool.apply(Requested(Request(str(self.serial))), 0.0)
+        (effect,) = self.pool.apply(Requested(Request(str(self.serial), self.wishes)), 0.0)
         assert isinstance(effect, Granted)
         self.last = effect.lease.lease_id
         return effect.lease.endpoint_id
@@ -85,3 +97,9 @@ def test_an_endpoint_that_was_away_does_not_catch_up(strategy: Strategy) -> None
 def test_a_full_endpoint_is_passed_over(strategy: Strategy) -> None:
     fleet = Fleet(strategy, a=1, b=5)
     assert Counter(fleet.request() for _ in range(6)) == {"a": 1, "b": 5}
+
+
+def test_special_wishes_are_balanced_too() -> None:
+    fleet = Fleet("round_robin", a=4, b=4)
+    fleet.wishes = Wishes(memory_mb=1000)
+    assert fleet.passing(100) == {"a": 50, "b": 50}
