@@ -96,6 +96,8 @@ class Pool:
         handle(self, event, now)
         if self.queue.waiting or timers.not_before < math.inf:
             self._follow_up(now)
+        elif self.improved:
+            self.improved.clear()  # nobody is left whom it could serve
         if not self._effects:
             return ()
         effects = tuple(self._effects)
