@@ -77,6 +77,7 @@ def _check_queue(pool: Pool) -> None:
     if keeper is not None:
         must(pool.requests.get(keeper.request.request_id) is keeper, "GPUs are kept for nobody")
         must(len(keeper.kept) == keeper.request.wishes.count, "more or fewer GPUs are kept than were asked for")
+    must(not pool.improved and not pool.has_new_line, "somebody was not looked at")
     for waiter in pool.queue.in_order():
         must(
             waiter.line is pool.queue.line(waiter.request.wishes) and waiter.state is RequestState.WAITING,

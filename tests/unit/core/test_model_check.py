@@ -362,7 +362,7 @@ SMALL = [
     Scenario(
         "deadlines", (1_900, 22_000), askers("exact", waits=STEP) + askers("a", "b", waits=1.5 * STEP), {"": 1}, TIMED
     ),
-    Scenario("several GPUs", (2_000, 26_000), WIDE, {"": 3}, TIMED),
+    Scenario("several GPUs", (1_700, 24_000), WIDE, {"": 3}, TIMED),
     Scenario("sharing and not", (400, 3_500), SHARING + askers("all"), {"": 2}),
     Scenario("sharing", (300, 2_300), SHARING, {"": 2}, shown=("idle", "occupied")),
     Scenario("priorities", (340, 2_600), PRIORITIES, {"": 2}),
@@ -378,7 +378,7 @@ SMALL = [
     ),
     Scenario(
         "unserved",
-        (880, 13_500),
+        (860, 13_300),
         askers("once", ttl=STEP) + askers("again", listens=STEP, ttl=STEP),
         {"": 1},
         TIMED,
@@ -388,7 +388,7 @@ SMALL = [
     Scenario("polled", (690, 8_800), POLLED, {"": 1}, TIMED),
     Scenario(
         "endpoints",
-        (1_000, 7_900),
+        (900, 6_700),
         askers("one") + askers("two", count=2) + THREE,
         A_AND_B,
         others=(Unreachable("b"),),
@@ -396,7 +396,7 @@ SMALL = [
     ),
     Scenario(
         "vanishing",
-        (2_100, 24_000),
+        (1_900, 22_000),
         askers("two", count=2, ttl=STEP) + askers("one", ttl=STEP),
         {"": 2},
         TIMED,
