@@ -405,21 +405,21 @@ SMALL = [
 ]
 
 LARGE = [
-    Scenario("several GPUs and all", (15_000, 250_000), WIDE + THREE, {"": 3}, TIMED),
-    Scenario("several GPUs, one busy", (10_000, 160_000), WIDE, {"": 3}, TIMED, shown=("idle", "busy")),
+    Scenario("several GPUs and all", (10_500, 175_000), WIDE + THREE, {"": 3}, TIMED),
+    Scenario("several GPUs, one busy", (7_000, 112_000), WIDE, {"": 3}, TIMED, shown=("idle", "busy")),
     Scenario(
         "deadlines of all kinds",
-        (4_900, 66_000),
+        (3_400, 46_000),
         askers("exact", waits=STEP) + askers("between", waits=1.5 * STEP) + askers("patient"),
         {"": 1},
         TIMED,
         shown=("idle", "busy"),
     ),
-    Scenario("sharing, one used", (2_800, 26_000), SHARING + askers("all"), {"": 2}, shown=("idle", "occupied")),
-    Scenario("priorities, one busy", (2_100, 18_000), PRIORITIES, {"": 2}, shown=("idle", "busy")),
+    Scenario("sharing, one used", (1_900, 18_000), SHARING + askers("all"), {"": 2}, shown=("idle", "occupied")),
+    Scenario("priorities, one busy", (1_400, 12_000), PRIORITIES, {"": 2}, shown=("idle", "busy")),
     Scenario(
         "leases and all that is said",
-        (4_000, 100_000),
+        (2_800, 70_000),
         askers("between", ttl=STEP) + askers("exact", ttl=1.5 * STEP),
         {"": 1},
         TIMED,
@@ -427,10 +427,10 @@ LARGE = [
         ("idle", "occupied"),
         STEP,
     ),
-    Scenario("polled and not", (6_000, 90_000), POLLED + askers("once", waits=2 * STEP, ttl=STEP), {"": 1}, TIMED),
+    Scenario("polled and not", (4_200, 62_000), POLLED + askers("once", waits=2 * STEP, ttl=STEP), {"": 1}, TIMED),
     Scenario(
         "endpoints come and go",
-        (13_000, 130_000),
+        (9_100, 91_000),
         WIDE + THREE,
         A_AND_B,
         others=(Unreachable("a"), Unreachable("b")),
