@@ -24,6 +24,7 @@ def examine(machine: type[Histories], examples: int) -> None:
     )
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_invariant_holds_after_every_step(machine: type[Histories]) -> None:
     examine(machine, examples=60)

@@ -439,6 +439,7 @@ LARGE = [
 ]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("scenario", SMALL, ids=lambda scenario: scenario.name)
 def test_every_history_is_a_right_one(scenario: Scenario) -> None:
     states, transitions = explore(scenario)
