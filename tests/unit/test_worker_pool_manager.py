@@ -1253,7 +1253,7 @@ async def test_a_restarted_pool_begins_anew(pool: WorkerPoolManager) -> None:
 def test_a_manager_may_live_in_one_loop_after_another() -> None:
     manager = WorkerPoolManager()
 
-    async def use() -> None:
+    async def use() -> PoolStatus:
         async with manager:
             manager.observe(gpus(1))
             held = await manager.request_gpu()
@@ -1261,9 +1261,9 @@ def test_a_manager_may_live_in_one_loop_after_another() -> None:
             await settle()
             await manager.release_gpu(held)
             await manager.release_gpu(await waiter)
+            return manager.get_pool_status()
 
-    asyncio.run(use())
-    asyncio.run(use())
+    assert asyncio.run(use()) == asyncio.run(use()) == PoolStatus(1, 1, 0, 0, {})
 
 
 def test_a_manager_is_made_where_no_loop_runs() -> None:
