@@ -109,6 +109,21 @@ class ServiceRetryableError(RetryableError):
     """The GPU service answered with an error that may pass."""
 
 
+# --- the hardware of this host ---
+
+
+class DriverError(GPUWorkerPoolError):
+    """The GPUs of this host could not be read."""
+
+    retryable = True
+    #: For programs: which of a few causes it was, such as `nvidia_smi_not_found`.
+    code: str
+
+    def __init__(self, message: str | None = None, *, code: str = "driver_error") -> None:
+        super().__init__(message)
+        self.code = code
+
+
 # --- events the core refuses ---
 
 
