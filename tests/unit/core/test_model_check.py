@@ -405,7 +405,7 @@ SMALL = [
 ]
 
 LARGE = [
-    Scenario("several GPUs and all", (10_500, 175_000), WIDE + THREE, {"": 3}, TIMED),
+    Scenario("several GPUs and all", (8_000, 130_000), WIDE + THREE, {"": 3}, TIMED),
     Scenario("several GPUs, one busy", (7_000, 112_000), WIDE, {"": 3}, TIMED, shown=("idle", "busy")),
     Scenario(
         "deadlines of all kinds",
