@@ -125,3 +125,32 @@ class DriverAnswer:
     driver_version: str | None = None
     #: Which reader it was, for people to read: `nvml`, `nvidia-smi` or `simulated`.
     backend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverFailure:
+    """Why a reader returned nothing."""
+
+    message: str
+    #: The `code` of the `DriverError`.
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One attempt to read the host's GPUs, and what came of it."""
+
+    #: Grows with every attempt on this host, whichever process made it.
+    number: int
+    #: How many attempts failed up to this one.
+    failed_total: int
+    #: Seconds since the host booted: the one clock that its processes share and that nobody sets.
+    begun_at: float
+    took_seconds: float
+    #: Local and naive, for people to read; nothing is reckoned with it.
+    timestamp: str
+    answer: DriverAnswer | DriverFailure
+
+    @property
+    def gpus(self) -> tuple[GPUSample, ...]:
+        return self.answer.gpus if isinstance(self.answer, DriverAnswer) else ()

@@ -1,0 +1,7 @@
+"""`python -m gpu_worker_pool.gpu_server`: serve, as the environment and `.env` say."""
+
+from gpu_worker_pool.gpu_server.serving import serve
+from gpu_worker_pool.gpu_server.settings import ServerSettings
+
+if __name__ == "__main__":
+    serve(ServerSettings.from_environment())

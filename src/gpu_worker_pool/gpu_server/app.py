@@ -1,0 +1,186 @@
+"""The application: settings in, a FastAPI out. It begins to sample when it is started, not when it is made."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from gpu_worker_pool.gpu_server.api_docs import add_docs
+from gpu_worker_pool.gpu_server.events import EventStream, event, json_event
+from gpu_worker_pool.gpu_server.hot import HotFastAPI
+from gpu_worker_pool.gpu_server.logs import log_like_a_server
+from gpu_worker_pool.gpu_server.routes import add_routes
+from gpu_worker_pool.gpu_server.settings import ServerSettings
+from gpu_worker_pool.gpu_server.view import Health, HostView, Shown
+from gpu_worker_pool.hardware.readers.choose import hardware_name, make_reader
+from gpu_worker_pool.hardware.sample_log import SampleLog
+from gpu_worker_pool.hardware.sampler import Sampler, boot_time
+from gpu_worker_pool.state_directory import state_directory
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from types import FrameType
+
+    from fastapi import FastAPI, Request
+
+    from gpu_worker_pool.hardware.readers import Reader
+
+logger = logging.getLogger(__name__)
+
+#: A start with a driver that answers begins with a sample; with one that hangs, it does not wait for it.
+FIRST_SAMPLE_SECONDS = 2.0
+#: How often health is looked at for those who listen to `/events`.
+HEALTH_SECONDS = 1.0
+
+
+def create_app(settings: ServerSettings | None = None, reader: Reader | None = None) -> FastAPI:
+    """`settings`: by default the environment's; `reader`: by default the one they name."""
+    settings = settings or ServerSettings.from_environment()
+    view = HostView(settings.cuda_visible_devices, settings.refresh_interval)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        log_like_a_server(settings)
+        loop = asyncio.get_running_loop()
+        stream = app.state.events = EventStream()
+        view.on_shown(lambda shown: loop.call_soon_threadsafe(_publish, view, stream, shown))
+        sampler = Sampler(
+            reader or make_reader(settings.gpu_backend, boot_time),
+            interval_seconds=settings.refresh_interval,
+            keep=settings.max_history,
+            on_sample=view.take,
+            open_log=lambda: SampleLog(
+                state_directory(), hardware_name(settings.gpu_backend), keep=settings.max_history
+            ),
+        )
+        view.follow(sampler)
+        sampler.start()
+        await asyncio.to_thread(sampler.wait_for_first, FIRST_SAMPLE_SECONDS)
+        _log_start(settings, view)
+        with _told_of_signals(lambda: loop.call_soon_threadsafe(stream.stop)):
+            watch = asyncio.create_task(_watch_health(view, stream))
+            try:
+                yield
+            finally:
+                watch.cancel()
+                stream.stop()
+                await asyncio.to_thread(sampler.stop)
+
+    app = HotFastAPI(
+        title=settings.title,
+        description=settings.description,
+        version=settings.version,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=f"{settings.api_prefix}/openapi.json",
+        lifespan=lifespan,
+    )
+    if settings.enable_cors:
+        # Statistics are open to be read; nothing else is, and nobody's credentials are of use here.
+        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["GET"])
+        app.hot_headers.append((b"access-control-allow-origin", b"*"))
+    add_routes(app, settings, view)
+    add_docs(app, settings.docs_url, settings.redoc_url)
+    app.add_exception_handler(404, _not_found)
+    return app
+
+
+async def _not_found(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    detail = error.detail
+    if detail == "Not Found":
+        home = f"{request.app.openapi_url.removesuffix('openapi.json')}"
+        detail = f"there is no {request.url.path}; GET {home} lists what there is"
+    return JSONResponse({"detail": detail}, status_code=404)
+
+
+# --- while it runs ---
+
+
+def _publish(view: HostView, stream: EventStream, shown: Shown) -> None:
+    if stream.listeners:
+        stream.publish(event("snapshot", view.answer("stats").body, shown.sample.number))
+
+
+async def _watch_health(view: HostView, stream: EventStream) -> None:
+    status = view.health().status
+    while True:
+        await asyncio.sleep(HEALTH_SECONDS)
+        stream.keep_alive()
+        health = view.health()
+        if health.status != status:
+            status = health.status
+            _log_health(health)
+            stream.publish(json_event("health", {"status": status, "error": health.cause, "error_code": health.code}))
+
+
+def _log_health(health: Health) -> None:
+    if health.status == "healthy":
+        logger.info("GPU readings are healthy again")
+    else:
+        logger.warning("GPU readings are %s: %s", health.status, health.cause)
+
+
+def _log_start(settings: ServerSettings, view: HostView) -> None:
+    health, shown = view.health(), view.shown
+    if shown is None:
+        logger.error("no GPU readings yet (backend %s): %s; trying on", settings.gpu_backend, health.cause)
+        return
+    visibility = shown.visibility
+    names = ", ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in visibility.gpus).items())
+    logger.info(
+        "backend %s, driver %s, GPUs found: %d; shown: %d%s",
+        shown.answer.backend,
+        shown.answer.driver_version or "unknown",
+        visibility.total_gpus,
+        len(visibility.gpus),
+        f" ({names})" if names else "",
+    )
+    if view.filter.value is not None:
+        logger.info(
+            "CUDA_VISIBLE_DEVICES=%r is %s: showing GPUs %s of %d",
+            view.filter.value,
+            "in force" if visibility.is_filtering else "ignored, as nothing in it was found",
+            [gpu.index for gpu in visibility.gpus],
+            visibility.total_gpus,
+        )
+    for gpu in visibility.gpus:
+        if gpu.fault:
+            logger.warning("GPU %d (%s) must not be used: %s", gpu.index, gpu.name, gpu.fault)
+    if health.status != "healthy":
+        _log_health(health)
+
+
+@contextlib.contextmanager
+def _told_of_signals(tell: Callable[[], object]) -> Iterator[None]:
+    """uvicorn waits for open streams before it tells the application that it stops: so listen to what it listens to."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[signal.Signals, Callable[[int, FrameType | None], Any]] = {}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        tell()
+        before[signal.Signals(number)](number, frame)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        handler = signal.getsignal(number)
+        # Nobody's handler: the signal ends the process, streams and all.
+        if callable(handler):
+            before[number] = handler
+            signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is handle:
+                signal.signal(number, handler)

@@ -1,0 +1,169 @@
+"""The routes: what is documented, under its documented name, and where it is found in OpenAPI."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import HTTPException, Query, Request, Response
+
+from gpu_worker_pool.gpu_server import schemas
+from gpu_worker_pool.gpu_server.events import EventStreamResponse, event
+from gpu_worker_pool.gpu_server.metrics import render
+from gpu_worker_pool.gpu_server.rows import history_row
+from gpu_worker_pool.gpu_server.view import HostView, Kind, now_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pydantic import BaseModel
+
+    from gpu_worker_pool.gpu_server.hot import HotFastAPI
+    from gpu_worker_pool.gpu_server.settings import ServerSettings
+
+_UNAVAILABLE: dict[int | str, dict[str, Any]] = {
+    503: {"model": schemas.Problem, "description": "No sample is recent enough to be told; the body names the cause."}
+}
+_NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"description": "There is no such GPU."}}
+_HOME = {
+    "/": "This help message",
+    "/gpu/stats": "Get detailed GPU statistics",
+    "/gpu/count": "Get number of installed GPUs",
+    "/gpu/summary": "Get summary of GPU usage",
+    "/gpu/history": "Get the last readings of each GPU",
+    "/health": "Health check endpoint",
+    "/config": "Get server configuration",
+    "/metrics": "Metrics for Prometheus",
+    "/events": "Stream of snapshots (server-sent events)",
+}
+FEATURES = ["history", "metrics", "events"]
+
+
+def add_routes(app: HotFastAPI, settings: ServerSettings, view: HostView) -> None:
+    def add(path: str, endpoint: Callable[..., Any], model: type[BaseModel] | None = None, **kwargs: Any) -> None:
+        path = settings.api_prefix + path
+        app.add_api_route(path, endpoint, methods=["GET"], response_model=model, **kwargs)
+        app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
+
+    def add_hot(path: str, kind: Kind, model: type[BaseModel], summary: str) -> None:
+        async def endpoint() -> Response:
+            answer = view.answer(kind)
+            return Response(answer.body, answer.status, media_type="application/json")
+
+        add(path, endpoint, model, summary=summary, name=kind, responses=_UNAVAILABLE)
+        app.hot[settings.api_prefix + path] = lambda: view.answer(kind)
+
+    async def home() -> dict[str, Any]:
+        """What this server offers."""
+        endpoints = {settings.api_prefix + path: what for path, what in _HOME.items()}
+        endpoints |= {settings.docs_url: "Swagger API documentation", settings.redoc_url: "ReDoc API documentation"}
+        return {"message": settings.title, "version": settings.version, "endpoints": endpoints, "features": FEATURES}
+
+    async def config() -> dict[str, Any]:
+        """How it is configured: these settings, and nothing else of the environment."""
+        return _config(settings, view)
+
+    async def health() -> dict[str, Any]:
+        """Always 200; `status` says whether the readings can be relied on, `error` why not."""
+        return _health(view)
+
+    async def history(
+        gpu_id: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="Only this GPU.")] = None,
+        limit: Annotated[int | None, Query(ge=1, le=10_000, description="Only the newest so many readings.")] = None,
+    ) -> Response:
+        """The last readings of every GPU that is shown, oldest first."""
+        body = _history(settings, view, gpu_id, limit)
+        return Response(json.dumps(body, allow_nan=False), media_type="application/json")
+
+    async def metrics(request: Request) -> Response:
+        """In the text format of Prometheus, or as OpenMetrics where that is asked for."""
+        body, content_type = render(view, request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    async def events(request: Request) -> Response:
+        """`snapshot` events hold what `/gpu/stats` answers, `health` events what changed in `/health`."""
+        shown, answer = view.shown, view.answer("stats")
+        is_known = shown is not None and answer.status == 200
+        first = event("snapshot", answer.body, shown.sample.number) if shown and is_known else b""
+        return EventStreamResponse(request.app.state.events, first)
+
+    add("/", home, schemas.Home)
+    add("/config", config, schemas.Config)
+    add_hot("/gpu/stats", "stats", schemas.Stats, "Everything known of every GPU")
+    add_hot("/gpu/count", "count", schemas.Count, "How many GPUs there are")
+    add_hot("/gpu/summary", "summary", schemas.Summary, "What an allocator needs to know, in short")
+    add("/gpu/history", history, schemas.History, responses=_UNAVAILABLE | _NOT_FOUND)
+    add("/health", health, schemas.HealthBody)
+    add("/metrics", metrics, responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
+    add("/events", events, responses={200: {"content": {"text/event-stream": {}}}}, response_class=Response)
+
+
+def _config(settings: ServerSettings, view: HostView) -> dict[str, Any]:
+    visibility = view.shown.visibility if view.shown is not None else None
+    return {
+        "server": {
+            "host": settings.host,
+            "port": settings.port,
+            "reload": settings.reload,
+            "log_level": settings.log_level,
+            "access_log": settings.access_log,
+            "workers": settings.workers,
+        },
+        "api": {
+            "title": settings.title,
+            "version": settings.version,
+            "docs_url": settings.docs_url,
+            "redoc_url": settings.redoc_url,
+            "enable_cors": settings.enable_cors,
+            "api_prefix": settings.api_prefix,
+        },
+        "monitoring": {
+            "refresh_interval": settings.refresh_interval,
+            "max_history": settings.max_history,
+            "gpu_backend": settings.gpu_backend,
+        },
+        "gpu_filtering": {
+            "cuda_visible_devices": view.filter.value,
+            "visible_gpu_ids": None if visibility is None else [gpu.index for gpu in visibility.gpus],
+            "filtering_active": visibility is not None and visibility.is_filtering,
+            "total_system_gpus": None if visibility is None else visibility.total_gpus,
+            "visible_gpu_count": None if visibility is None else len(visibility.gpus),
+        },
+    }
+
+
+def _health(view: HostView) -> dict[str, Any]:
+    health, shown = view.health(), view.shown
+    return {
+        "status": health.status,
+        "nvidia_smi_available": view.nvidia_smi_available,
+        "timestamp": now_text(),
+        "error": health.cause,
+        "error_code": health.code,
+        "sample_age_seconds": None if health.sample_age_seconds is None else round(health.sample_age_seconds, 3),
+        "gpu_count": None if shown is None else len(shown.visibility.gpus),
+        "backend": None if shown is None else shown.answer.backend,
+        "driver_version": None if shown is None else shown.answer.driver_version,
+    }
+
+
+def _history(settings: ServerSettings, view: HostView, gpu_id: int | None, limit: int | None) -> dict[str, Any]:
+    shown = view.shown
+    if shown is None:
+        raise HTTPException(503, view.health().cause)
+    gpus = [gpu for gpu in shown.visibility.gpus if gpu_id is None or gpu.index == gpu_id]
+    if gpu_id is not None and not gpus:
+        raise HTTPException(404, f"there is no GPU {gpu_id}; shown: {[gpu.index for gpu in shown.visibility.gpus]}")
+    samples = view.history()
+    readings: dict[str, list[dict[str, Any]]] = {gpu.identity: [] for gpu in gpus}
+    for sample in samples[-limit:] if limit else samples:
+        for gpu in sample.gpus:
+            if gpu.identity in readings:
+                readings[gpu.identity].append(history_row(sample, gpu))
+    return {
+        "max_history": settings.max_history,
+        "gpus": [
+            {"gpu_id": gpu.index, "name": gpu.name, "uuid": gpu.uuid, "readings": readings[gpu.identity]}
+            for gpu in gpus
+        ],
+    }

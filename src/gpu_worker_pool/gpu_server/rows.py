@@ -1,0 +1,126 @@
+"""The documented bodies of the GPU routes, from samples. Unknown is null; averages and sums are over what is known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gpu_worker_pool.core.readings import ProcessReading
+    from gpu_worker_pool.hardware.samples import DriverAnswer, GPUSample, MIGSample, Sample
+
+
+def stats_body(sample: Sample, answer: DriverAnswer, gpus: Sequence[GPUSample]) -> dict[str, Any]:
+    return {
+        "gpu_count": len(gpus),
+        "gpus": [_stats_row(gpu) for gpu in gpus],
+        "timestamp": sample.timestamp,
+        "backend": answer.backend,
+        "driver_version": answer.driver_version,
+    }
+
+
+def summary_body(sample: Sample, gpus: Sequence[GPUSample]) -> dict[str, Any]:
+    # Used memory of a GPU whose total is unknown would make the whole look fuller than it can be.
+    both = [gpu for gpu in gpus if gpu.memory_total_mb is not None and gpu.memory_used_mb is not None]
+    total_of_both = _sum(gpu.memory_total_mb for gpu in both)
+    used = _sum(gpu.memory_used_mb for gpu in both)
+    utilizations = [gpu.utilization_percent for gpu in gpus if gpu.utilization_percent is not None]
+    return {
+        "gpu_count": len(gpus),
+        "total_memory_mb": _sum(gpu.memory_total_mb for gpu in gpus) if gpus else 0,
+        "total_used_memory_mb": used if gpus else 0,
+        "total_memory_usage_percent": round(100.0 * used / total_of_both, 2)
+        if total_of_both and used is not None
+        else None,
+        "average_utilization_percent": round(sum(utilizations) / len(utilizations), 2) if utilizations else None,
+        "gpus_summary": [_summary_row(gpu) for gpu in gpus],
+        "timestamp": sample.timestamp,
+    }
+
+
+def count_body(sample: Sample, gpus: Sequence[GPUSample]) -> dict[str, Any]:
+    return {"gpu_count": len(gpus), "timestamp": sample.timestamp}
+
+
+def history_row(sample: Sample, gpu: GPUSample) -> dict[str, Any]:
+    return {
+        "timestamp": sample.timestamp,
+        "memory_used_mb": gpu.memory_used_mb,
+        "memory_usage_percent": gpu.memory_usage_percent,
+        "utilization_percent": gpu.utilization_percent,
+        "temperature_c": gpu.temperature_c,
+        "power_draw_w": gpu.power_draw_w,
+        "fault": gpu.fault,
+    }
+
+
+def _stats_row(gpu: GPUSample) -> dict[str, Any]:
+    return {
+        "gpu_id": gpu.index,
+        "name": gpu.name,
+        "memory": _memory(gpu),
+        "utilization_percent": gpu.utilization_percent,
+        "temperature_c": gpu.temperature_c,
+        "power": {"draw_w": gpu.power_draw_w, "limit_w": gpu.power_limit_w},
+        "uuid": gpu.uuid,
+        "pci_bus_id": gpu.pci_bus_id,
+        "fault": gpu.fault,
+        "reports_utilization": gpu.reports_utilization,
+        "ecc_uncorrected_errors": gpu.ecc_uncorrected_errors,
+        "recovery_action": gpu.recovery_action,
+        "processes": _processes(gpu.processes),
+        "mig_enabled": gpu.mig_enabled,
+        "mig_devices": [
+            {
+                "uuid": mig.uuid,
+                "name": mig.name,
+                "gpu_instance_id": mig.gpu_instance_id,
+                "compute_instance_id": mig.compute_instance_id,
+                "memory": _memory(mig),
+                "fault": mig.fault,
+                "processes": _processes(mig.processes),
+            }
+            for mig in gpu.mig_devices
+        ],
+    }
+
+
+def _summary_row(gpu: GPUSample) -> dict[str, Any]:
+    return {
+        "gpu_id": gpu.index,
+        "name": gpu.name,
+        "memory_usage_percent": gpu.memory_usage_percent,
+        "utilization_percent": gpu.utilization_percent,
+        "uuid": gpu.uuid,
+        "memory_total_mb": gpu.memory_total_mb,
+        "memory_used_mb": gpu.memory_used_mb,
+        "fault": gpu.fault,
+        "reports_utilization": gpu.reports_utilization,
+        # Whoever decides about a GPU that cannot report utilization needs to know whether somebody is on it.
+        "process_count": None if gpu.processes is None else len(gpu.processes),
+    }
+
+
+def _memory(device: GPUSample | MIGSample) -> dict[str, Any]:
+    return {
+        "total_mb": device.memory_total_mb,
+        "used_mb": device.memory_used_mb,
+        "free_mb": device.memory_free_mb,
+        "usage_percent": device.memory_usage_percent,
+    }
+
+
+def _processes(processes: tuple[ProcessReading, ...] | None) -> list[dict[str, Any]] | None:
+    if processes is None:
+        return None
+    return [
+        {"pid": process.pid, "name": process.name, "user": process.user, "memory_used_mb": process.memory_used_mb}
+        for process in processes
+    ]
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

@@ -1,0 +1,182 @@
+"""The shapes of the answers, for OpenAPI. Nothing is built from them: the bodies are made once a sample, in `rows`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+Percent = Field(ge=0, le=100)
+AGE = Field(ge=0, description="How old the sample is now. Reckon with this, not with `timestamp`.")
+TIMESTAMP = Field(description="When the sample was taken: local time without a zone, for people to read.")
+
+
+class Memory(BaseModel):
+    total_mb: float | None
+    used_mb: float | None
+    free_mb: float | None = Field(description="As the driver tells: less than total - used, it keeps some for itself.")
+    usage_percent: float | None = Percent
+
+
+class Power(BaseModel):
+    draw_w: float | None
+    limit_w: float | None
+
+
+class Process(BaseModel):
+    pid: int
+    name: str | None
+    user: str | None = Field(description="Null where the process is not one this host's /proc shows.")
+    memory_used_mb: float | None
+
+
+class MIGDevice(BaseModel):
+    uuid: str
+    name: str
+    gpu_instance_id: int | None
+    compute_instance_id: int | None
+    memory: Memory
+    fault: str | None
+    processes: list[Process] | None
+
+
+class GPU(BaseModel):
+    gpu_id: int
+    name: str
+    memory: Memory
+    utilization_percent: float | None = Percent
+    temperature_c: float | None
+    power: Power
+    uuid: str | None
+    pci_bus_id: str | None
+    fault: str | None = Field(description="Why the GPU must not be used; null for a healthy one.")
+    reports_utilization: bool = Field(description="False where the device has no such sensor (MIG).")
+    ecc_uncorrected_errors: int | None
+    recovery_action: str | None = Field(description="What the driver asks an administrator to do, such as `Reset`.")
+    processes: list[Process] | None = Field(description="Null where they may not be seen.")
+    mig_enabled: bool
+    mig_devices: list[MIGDevice]
+
+
+class Stats(BaseModel):
+    gpu_count: int
+    gpus: list[GPU]
+    timestamp: str = TIMESTAMP
+    backend: str
+    driver_version: str | None
+    sample_age_seconds: float = AGE
+
+
+class Count(BaseModel):
+    gpu_count: int
+    timestamp: str = TIMESTAMP
+    sample_age_seconds: float = AGE
+
+
+class SummaryRow(BaseModel):
+    gpu_id: int
+    name: str
+    memory_usage_percent: float | None = Percent
+    utilization_percent: float | None = Percent
+    uuid: str | None
+    memory_total_mb: float | None
+    memory_used_mb: float | None
+    fault: str | None
+    reports_utilization: bool
+    process_count: int | None
+
+
+class Summary(BaseModel):
+    gpu_count: int
+    total_memory_mb: float | None
+    total_used_memory_mb: float | None
+    total_memory_usage_percent: float | None = Percent
+    average_utilization_percent: float | None = Percent
+    gpus_summary: list[SummaryRow]
+    timestamp: str = TIMESTAMP
+    sample_age_seconds: float = AGE
+
+
+class HistoryReading(BaseModel):
+    timestamp: str
+    memory_used_mb: float | None
+    memory_usage_percent: float | None = Percent
+    utilization_percent: float | None = Percent
+    temperature_c: float | None
+    power_draw_w: float | None
+    fault: str | None
+
+
+class GPUHistory(BaseModel):
+    gpu_id: int
+    name: str
+    uuid: str | None
+    readings: list[HistoryReading] = Field(description="Oldest first.")
+
+
+class History(BaseModel):
+    max_history: int
+    gpus: list[GPUHistory]
+
+
+class Problem(BaseModel):
+    detail: str = Field(description="What is wrong, for people.")
+    error: str = Field(description="Which of a few known causes it is, for programs.")
+
+
+class HealthBody(BaseModel):
+    status: Literal["healthy", "degraded", "unhealthy"]
+    nvidia_smi_available: bool
+    timestamp: str
+    error: str | None = Field(description="Why it is not healthy.")
+    error_code: str | None
+    sample_age_seconds: float | None = Field(ge=0, description="Null before there was a sample.")
+    gpu_count: int | None
+    backend: str | None
+    driver_version: str | None
+
+
+class Home(BaseModel):
+    message: str
+    version: str
+    endpoints: dict[str, str]
+    features: list[str]
+
+
+class ServerConfig(BaseModel):
+    host: str
+    port: int
+    reload: bool
+    log_level: str
+    access_log: bool
+    workers: int
+
+
+class APIConfig(BaseModel):
+    title: str
+    version: str
+    docs_url: str
+    redoc_url: str
+    enable_cors: bool
+    api_prefix: str
+
+
+class MonitoringConfig(BaseModel):
+    refresh_interval: float
+    max_history: int
+    gpu_backend: str
+
+
+class FilteringConfig(BaseModel):
+    cuda_visible_devices: str | None = Field(description="As it was set; null where it was not.")
+    visible_gpu_ids: list[int] | None
+    filtering_active: bool
+    total_system_gpus: int | None
+    visible_gpu_count: int | None
+
+
+class Config(BaseModel):
+    server: ServerConfig
+    api: APIConfig
+    monitoring: MonitoringConfig
+    gpu_filtering: FilteringConfig

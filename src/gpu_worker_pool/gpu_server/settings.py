@@ -1,0 +1,180 @@
+"""The server's settings: the documented variables, from the environment or a `.env` file in the working directory.
+
+A bad value is logged with its name and the default used instead: a typo in a profile should not keep a server down.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self, TypeVar
+
+from dotenv import dotenv_values
+
+from gpu_worker_pool.hardware.readers.choose import check_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+N = TypeVar("N", int, float)
+
+LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
+DEFAULT_LOG_FORMAT: Final = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
+DEFAULT_DESCRIPTION: Final = "A server that provides GPU statistics including memory usage and utilization"
+_TRUE: Final = frozenset({"true", "1", "yes", "on"})
+_FALSE: Final = frozenset({"false", "0", "no", "off"})
+_PATH: Final = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
+
+
+def read_environment() -> dict[str, str]:
+    """The process's variables, and below them what a `.env` file in the working directory sets."""
+    from_file = {name: value for name, value in dotenv_values(".env").items() if value is not None}
+    return from_file | dict(os.environ)
+
+
+# --- one variable: what is missing or empty has its default, and so has what cannot be understood ---
+
+
+def get_bool_env(key: str, default: bool, environ: Mapping[str, str] | None = None) -> bool:
+    """`true`, `1`, `yes`, `on` and their opposites, in any case."""
+    return _get(key, default, environ, _parse_bool)
+
+
+def get_float_env(key: str, default: float, environ: Mapping[str, str] | None = None) -> float:
+    return _get(key, default, environ, _parse_float)
+
+
+def get_int_env(key: str, default: int, environ: Mapping[str, str] | None = None) -> int:
+    return _get(key, default, environ, int)
+
+
+def _get(key: str, default: T, environ: Mapping[str, str] | None, parse: Callable[[str], T]) -> T:
+    text = (read_environment() if environ is None else environ).get(key, "").strip()
+    if not text:
+        return default
+    try:
+        return parse(text)
+    except ValueError as reason:
+        # The value may be anything, also a secret in the wrong place: cut it short, keep it on one line.
+        logger.error("%s=%.40r cannot be used (%s): using %r", key, text, reason, default)  # noqa: TRY400  # no bug
+        return default
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise ValueError("expected true or false")
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("expected a finite number")
+    return number
+
+
+def _within(parse: Callable[[str], N], lowest: float, highest: float) -> Callable[[str], N]:
+    def checked(text: str) -> N:
+        number = parse(text)
+        if not lowest <= number <= highest:
+            raise ValueError(f"expected {lowest} to {highest}")
+        return number
+
+    return checked
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def checked(text: str) -> str:
+        if text.lower() not in choices:
+            raise ValueError(f"expected one of {', '.join(choices)}")
+        return text.lower()
+
+    return checked
+
+
+def _parse_prefix(text: str) -> str:
+    return "" if text == "/" else _parse_path(text.rstrip("/"))
+
+
+def _parse_path(text: str) -> str:
+    if not _PATH.fullmatch(text):
+        raise ValueError("expected a path such as /docs")
+    return text
+
+
+def _parse_log_format(text: str) -> str:
+    if text != "json":
+        logging.Formatter(text)  # raises a ValueError that says what is wrong
+    return text
+
+
+# --- all of them ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What the server goes by; every value was checked."""
+
+    host: str = "0.0.0.0"  # noqa: S104  # the documented default
+    port: int = 8000
+    reload: bool = True
+    log_level: str = "info"
+    access_log: bool = True
+    workers: int = 1
+    title: str = "GPU Statistics Server"
+    description: str = DEFAULT_DESCRIPTION
+    version: str = "1.0.0"
+    docs_url: str = "/docs"
+    redoc_url: str = "/redoc"
+    enable_cors: bool = True
+    api_prefix: str = ""
+    refresh_interval: float = 1.0
+    max_history: int = 100
+    #: A format of the standard library, or `json` for one JSON object a line.
+    log_format: str = DEFAULT_LOG_FORMAT
+    #: None where the variable is not set: all GPUs are shown. Empty: none.
+    cuda_visible_devices: str | None = None
+    gpu_backend: str = "auto"
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
+        env = read_environment() if environ is None else environ
+
+        def get(key: str, default: T, parse: Callable[[str], T]) -> T:
+            return _get(key, default, env, parse)
+
+        workers = get("WORKERS", cls.workers, _within(int, 1, 1024))
+        docs_url = get("DOCS_URL", cls.docs_url, _parse_path)
+        redoc_url = get("REDOC_URL", cls.redoc_url, _parse_path)
+        if docs_url == redoc_url:
+            logger.error("DOCS_URL and REDOC_URL are both %r: using %r and %r", docs_url, cls.docs_url, cls.redoc_url)
+            docs_url, redoc_url = cls.docs_url, cls.redoc_url
+        return cls(
+            host=get("HOST", cls.host, str),
+            port=get("PORT", cls.port, _within(int, 0, 65535)),
+            # uvicorn can do one of the two; whoever asks for workers does not develop.
+            reload=get("RELOAD", cls.reload, _parse_bool) and workers == 1,
+            log_level=get("LOG_LEVEL", cls.log_level, _one_of(*LOG_LEVELS)),
+            access_log=get("ACCESS_LOG", cls.access_log, _parse_bool),
+            workers=workers,
+            title=get("TITLE", cls.title, str),
+            description=get("DESCRIPTION", cls.description, str),
+            version=get("VERSION", cls.version, str),
+            docs_url=docs_url,
+            redoc_url=redoc_url,
+            enable_cors=get("ENABLE_CORS", cls.enable_cors, _parse_bool),
+            api_prefix=get("API_PREFIX", cls.api_prefix, _parse_prefix),
+            refresh_interval=get("REFRESH_INTERVAL", cls.refresh_interval, _within(_parse_float, 0.05, 3600)),
+            max_history=get("MAX_HISTORY", cls.max_history, _within(int, 1, 10_000)),
+            log_format=get("LOG_FORMAT", cls.log_format, _parse_log_format),
+            cuda_visible_devices=env.get("CUDA_VISIBLE_DEVICES"),
+            gpu_backend=get("GPU_BACKEND", cls.gpu_backend, check_backend),
+        )

@@ -1,0 +1,196 @@
+"""The host's samples in one file: whoever probes the driver appends to it, every other process follows it.
+
+So a hundred programs do not run a hundred `nvidia-smi`, and all workers of a server tell the same, history included.
+The file is rewritten in place, never replaced: in a folder that several users share, nobody may replace what another
+one made. It is never synced either: after a crash of the host there is nothing in it that anybody wants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from gpu_worker_pool.core.readings import ProcessReading
+from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, MIGSample, Sample
+
+#: Part of the file's name: versions whose lines differ do not read each other's.
+_FORMAT: Final = 1
+_READ_BYTES: Final = 1 << 20
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class SampleLog:
+    """One process's hold on the file. Used by one thread."""
+
+    def __init__(self, directory: Path, hardware: str, *, keep: int) -> None:
+        """`hardware` tells real GPUs from simulated ones; `keep`: how many samples a newcomer may want to see."""
+        self._path = directory / f"readings-{hardware}-v{_FORMAT}.jsonl"
+        self._keep = keep
+        self._boot_id = boot_id()
+        self._last_number = 0
+        #: The lines to write again once the file is twice as long as it need be.
+        self._lines: deque[bytes] = deque(maxlen=keep)
+        self._file = self._lock = -1
+        self._open()
+
+    def _open(self) -> None:
+        self.close()
+        #: How far the file was read, and of which rewriting of it.
+        self._offset = 0
+        self._generation: int | None = None
+        self._lines_in_file = 0
+        self._file = _open_shared(self._path)
+        self._lock = _open_shared(self._path.with_suffix(".lock"))
+
+    def close(self) -> None:
+        for descriptor in (self._file, self._lock):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._file = self._lock = -1
+
+    # --- the right to probe: at most one process of the host has it, and the end of the process ends it ---
+
+    def try_lock(self) -> bool:
+        if os.fstat(self._file).st_nlink == 0 or os.fstat(self._lock).st_nlink == 0:
+            self._open()  # somebody tidied up: what is locked here would be locked by nobody else
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    # --- reading ---
+
+    def follow(self) -> list[Sample]:
+        """What was appended since the last call, oldest first."""
+        header = _parse(os.pread(self._file, 256, 0).partition(b"\n")[0])
+        if header.get("boot") != self._boot_id:
+            return []
+        if header.get("generation") != self._generation:
+            self._generation = header.get("generation")
+            self._offset = self._lines_in_file = 0
+            self._lines.clear()
+        found = []
+        for line in self._new_lines():
+            sample = _decode(line)
+            if sample is None:
+                continue  # the header; or half a line, of a write that failed
+            self._lines.append(line)
+            self._lines_in_file += 1
+            # A rewritten file begins with what was already seen.
+            if sample.number > self._last_number:
+                self._last_number = sample.number
+                found.append(sample)
+        return found
+
+    def _new_lines(self) -> list[bytes]:
+        chunks = []
+        offset = self._offset
+        while chunk := os.pread(self._file, _READ_BYTES, offset):
+            chunks.append(chunk)
+            offset += len(chunk)
+        whole, newline, _ = b"".join(chunks).rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return whole.split(b"\n") if whole else []
+
+    # --- writing: only with the lock, and after `follow` ---
+
+    def append(self, sample: Sample) -> None:
+        line = _encode(sample)
+        self._lines.append(line)
+        self._last_number = sample.number
+        if self._generation is None or self._lines_in_file >= 2 * self._keep:
+            self._rewrite()
+            return
+        end = os.fstat(self._file).st_size
+        # Behind half a line that somebody left, the newline makes it one that is skipped.
+        content = (b"\n" if end > self._offset else b"") + line + b"\n"
+        self._write(content, end)
+        self._lines_in_file += 1
+
+    def _rewrite(self) -> None:
+        generation = self._last_number  # grows, and so differs from every one before
+        header = json.dumps({"boot": self._boot_id, "generation": generation}).encode()
+        os.ftruncate(self._file, 0)
+        self._generation = None
+        self._write(b"\n".join([header, *self._lines, b""]), 0)
+        self._generation = generation
+        self._lines_in_file = len(self._lines)
+
+    def _write(self, content: bytes, offset: int) -> None:
+        written = os.pwrite(self._file, content, offset)
+        if written < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._offset = offset + written
+
+
+def _open_shared(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        # Without O_CREAT: the kernel refuses that for a file of another user in a folder that all may write to.
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    # The folder decides who may come in; the umask of whoever came first does not.
+    if path.parent.stat().st_mode & 0o022:
+        with contextlib.suppress(OSError):
+            os.fchmod(descriptor, 0o666)
+    return descriptor
+
+
+# --- lines ---
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def _encode(sample: Sample) -> bytes:
+    entry = {
+        "number": sample.number,
+        "failed_total": sample.failed_total,
+        "begun_at": sample.begun_at,
+        "took_seconds": sample.took_seconds,
+        "timestamp": sample.timestamp,
+    }
+    entry["answer" if isinstance(sample.answer, DriverAnswer) else "failure"] = asdict(sample.answer)
+    return json.dumps(entry, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _decode(line: bytes) -> Sample | None:
+    entry = _parse(line)
+    answer: DriverAnswer | DriverFailure
+    try:
+        if "failure" in entry:
+            answer = DriverFailure(**entry.pop("failure"))
+        else:
+            found = entry.pop("answer")
+            answer = DriverAnswer(**found | {"gpus": tuple(_decode_gpu(gpu) for gpu in found["gpus"])})
+        return Sample(**entry, answer=answer)
+    except (KeyError, TypeError):
+        return None
+
+
+def _decode_gpu(gpu: dict[str, Any]) -> GPUSample:
+    devices = tuple(MIGSample(**mig | {"processes": _decode_processes(mig)}) for mig in gpu["mig_devices"])
+    return GPUSample(**gpu | {"processes": _decode_processes(gpu), "mig_devices": devices})
+
+
+def _decode_processes(device: dict[str, Any]) -> tuple[ProcessReading, ...] | None:
+    processes = device["processes"]
+    return None if processes is None else tuple(ProcessReading(**process) for process in processes)

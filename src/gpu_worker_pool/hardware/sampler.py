@@ -1,0 +1,212 @@
+"""The sampler: keeps one process supplied with samples, from the driver or from whoever else on the host asks it.
+
+It runs in a thread of its own, because the driver may take its time: a driver that hangs for ever costs this thread,
+and the samples age. Nobody who wants to know something waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.errors import DriverError
+from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpu_worker_pool.hardware.readers import Reader
+    from gpu_worker_pool.hardware.sample_log import SampleLog
+
+logger = logging.getLogger(__name__)
+
+#: A process that follows another's samples takes over when they are this many intervals old.
+TAKE_OVER_INTERVALS = 3
+#: How soon what another process sampled is noticed.
+FOLLOW_SECONDS = 0.1
+#: Whatever goes wrong, the thread does not spin.
+SHORTEST_TURN_SECONDS = 0.01
+
+
+def boot_time() -> float:
+    """Seconds since the host booted, suspended ones included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of the host's GPUs at one moment; replaced as a whole, so that every thread sees one whole."""
+
+    #: The last attempt that told something, and the last attempt.
+    good: Sample | None = None
+    last: Sample | None = None
+    #: Since when the driver has owed this process an answer, on the clock of `boot_time`.
+    probing_since: float | None = None
+
+
+class Sampler:
+    """`on_sample` is called in the sampler's thread with every sample, in order, this process's own or not."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        interval_seconds: float,
+        keep: int,
+        on_sample: Callable[[Sample], object],
+        open_log: Callable[[], SampleLog] | None = None,
+    ) -> None:
+        self.interval_seconds = interval_seconds
+        self.seen = Seen()
+        #: The samples that told something, oldest first.
+        self.history: deque[Sample] = deque(maxlen=keep)
+        self._reader = reader
+        self._on_sample = on_sample
+        self._open_log = open_log
+        self._log: SampleLog | None = None
+        #: Whether the last sample was this process's own, so that the next one is its turn too.
+        self._is_asking = False
+        self._complaint = ""
+        self._woken = threading.Event()
+        self._fresh_wanted = False
+        self._is_stopping = False
+        self._first = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpu-sampler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait_for_first(self, timeout_seconds: float) -> bool:
+        """Whether something, good or bad, is known by then."""
+        return self._first.wait(timeout_seconds)
+
+    def want_fresh(self) -> None:
+        """Ask the driver now instead of at the next turn."""
+        self._fresh_wanted = True
+        self._woken.set()
+
+    def stop(self, timeout_seconds: float = 1.0) -> bool:
+        """Whether the thread has ended: one that waits for a hanging driver has not, and is left to it."""
+        self._is_stopping = True
+        self._woken.set()
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    # --- in the sampler's thread ---
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                try:
+                    self._turn()
+                except Exception:  # a sampler that ends would leave the readings to age for ever
+                    logger.exception("sampling failed; trying again")
+                self._woken.wait(max(self._seconds_to_next_turn(), SHORTEST_TURN_SECONDS))
+                self._woken.clear()
+        finally:
+            self._reader.close()
+            if self._log is not None:
+                self._log.close()
+
+    def _turn(self) -> None:
+        self._follow()
+        if not (self._fresh_wanted or self._is_due()):
+            return
+        log = self._log
+        if log is not None and not log.try_lock():
+            self._is_asking = False
+            return
+        try:
+            # Whoever had the lock until now may just have sampled.
+            self._follow()
+            if self._fresh_wanted or self._is_due():
+                self._fresh_wanted = False
+                self._probe()
+        finally:
+            if log is not None:
+                log.unlock()
+
+    def _follow(self) -> None:
+        if self._log is None and self._open_log is not None:
+            try:
+                self._log = self._open_log()
+            except OSError as error:
+                logger.warning("cannot share readings with other processes (%s): reading the GPUs alone", error)
+                self._open_log = None
+        if self._log is None:
+            return
+        try:
+            samples = self._log.follow()
+        except OSError as error:
+            self._complain(error)
+            return
+        for sample in samples:
+            self._is_asking = False
+            self._take(sample)
+
+    def _is_due(self) -> bool:
+        last = self.seen.last
+        return last is None or boot_time() - last.begun_at >= self._patience_seconds()
+
+    def _patience_seconds(self) -> float:
+        return self.interval_seconds * (1 if self._is_asking or self._log is None else TAKE_OVER_INTERVALS)
+
+    def _seconds_to_next_turn(self) -> float:
+        last = self.seen.last
+        due_in = 0.0 if last is None else last.begun_at + self._patience_seconds() - boot_time()
+        return due_in if self._log is None or self._is_asking else min(due_in, FOLLOW_SECONDS)
+
+    def _probe(self) -> None:
+        begun_at = boot_time()
+        timestamp = datetime.now().isoformat()
+        last = self.seen.last
+        self.seen = Seen(self.seen.good, last, probing_since=begun_at)
+        answer: DriverAnswer | DriverFailure
+        try:
+            answer = self._reader.read()
+        except DriverError as error:
+            answer = DriverFailure(str(error), error.code)
+        except Exception as error:  # whatever a reader stumbles over, the next sample may be fine
+            if not isinstance(last.answer if last else None, DriverFailure):
+                logger.exception("the reader failed")
+            answer = DriverFailure(f"unexpected: {type(error).__name__}: {error}", "reader_error")
+        sample = Sample(
+            number=1 if last is None else last.number + 1,
+            failed_total=(0 if last is None else last.failed_total) + isinstance(answer, DriverFailure),
+            begun_at=begun_at,
+            took_seconds=boot_time() - begun_at,
+            timestamp=timestamp,
+            answer=answer,
+        )
+        self._is_asking = True
+        self._share(sample)
+        self._take(sample)
+
+    def _share(self, sample: Sample) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.append(sample)
+        except OSError as error:
+            # The others will find the samples old, ask the driver themselves, and fare no worse than without us.
+            self._complain(error)
+        else:
+            self._complaint = ""
+
+    def _complain(self, error: OSError) -> None:
+        if str(error) != self._complaint:
+            self._complaint = str(error)
+            logger.warning("cannot share readings with other processes: %s", error)
+
+    def _take(self, sample: Sample) -> None:
+        is_good = isinstance(sample.answer, DriverAnswer)
+        self.seen = Seen(sample if is_good else self.seen.good, sample)
+        if is_good:
+            self.history.append(sample)
+        self._on_sample(sample)
+        self._first.set()
