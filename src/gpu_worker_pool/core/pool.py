@@ -8,7 +8,6 @@ who waits, it ends with `_assign`. The same events at the same times give the sa
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpu_worker_pool.core import legality
@@ -48,6 +47,9 @@ if TYPE_CHECKING:
 
     Handler = Callable[["Pool", Any, float], None]
 
+#: Needed at every grant and release, and looking an enum's member up costs as much as ranking a GPU.
+GRANTED, HELD, RELEASED = RequestState.GRANTED, LeaseState.HELD, LeaseState.RELEASED
+
 
 class Pool:
     """Belongs to one thread."""
@@ -70,7 +72,7 @@ class Pool:
         self.allocator = GPUAllocator(self.settings)
         self.timers = Timers()
         #: How many requests and leases have ended in each way.
-        self.tally: Counter[RequestState | LeaseState] = Counter()
+        self.tally: dict[RequestState | LeaseState, int] = dict.fromkeys((*RequestState, *LeaseState), 0)
         #: The one waiter for whom GPUs are kept; which ones, it knows itself (rule 4).
         self.keeper: Waiter | None = None
         #: Whether a line was begun that has not been looked at yet.
@@ -155,7 +157,7 @@ class Pool:
                 assert lease is not None  # as above
                 if lease.state is LeaseState.OFFERED:
                     self._end_lease(lease, LeaseState.RECLAIMED, now, "nobody came for it in time")
-                elif lease.state is LeaseState.HELD:
+                elif lease.state is HELD:
                     quarantined_until = now + self.settings.quarantine_seconds
                     self._quarantine(lease, "its lease was not renewed in time", quarantined_until, now)
                 else:
@@ -165,7 +167,7 @@ class Pool:
     # ---- Rule 4: order. Rule 6: every request ends exactly once
 
     def grant_waiter(self, waiter: Waiter, gpus: tuple[GPUResourceState, ...], now: float) -> None:
-        self._leave_queue(waiter, RequestState.GRANTED)
+        self._leave_queue(waiter, GRANTED)
         self._grant(waiter.request, waiter.enqueued_at, waiter.asking_until, gpus, now)
 
     def _grant(
@@ -179,7 +181,7 @@ class Pool:
         """The one place that grants."""
         self.fence = fence = self.fence + 1
         # Rule 9: an asker that does not listen just now has `claim_seconds` to come back.
-        state, expires_at = LeaseState.HELD, None
+        state, expires_at = HELD, None
         if asking_until is not None and now > asking_until:
             state, expires_at = LeaseState.OFFERED, now + self.settings.claim_seconds
         elif request.ttl_seconds is not None:
@@ -279,7 +281,7 @@ class Pool:
             self._effects.append(Granted(self._renew(known, now) if known.state is LeaseState.OFFERED else known))
         elif known.quarantine is not None:
             reasons = (known.quarantine.reason,)
-            self._effects.append(Ended(known.request.request_id, RequestState.GRANTED, reasons))
+            self._effects.append(Ended(known.request.request_id, GRANTED, reasons))
 
     def _listens(self, waiter: Waiter, event: Requested, now: float) -> None:
         waiter.deadline = event.deadline
@@ -295,7 +297,7 @@ class Pool:
         if isinstance(known, Waiter):
             self._end_request(known, RequestState.CANCELLED, now)
         elif isinstance(known, Lease) and known.is_live:
-            self._end_lease(known, LeaseState.RELEASED, now)
+            self._end_lease(known, RELEASED, now)
 
     def _stopped(self, event: Stopped, now: float) -> None:
         for waiter in self.queue.in_order():
@@ -306,7 +308,7 @@ class Pool:
     def _released(self, event: Released, now: float) -> None:
         lease = self.leases.by_id.get(event.lease_id)
         if lease is not None:
-            self._end_lease(lease, LeaseState.RELEASED, now)
+            self._end_lease(lease, RELEASED, now)
 
     def _end_lease(self, lease: Lease, state: LeaseState, now: float, reason: str = "") -> None:
         if state not in LEASE_MOVES[lease.state]:
@@ -318,18 +320,18 @@ class Pool:
             self.timers.clear("lease", lease.lease_id)
         elif lease.expires_at is not None:
             # What was never told to anybody was never used; an assignment within one process goes straight on.
-            read_after = now if lease.state is LeaseState.HELD else None
+            read_after = now if lease.state is HELD else None
             self.timers.clear("lease", lease.lease_id)
         gpus = self.leases.release(lease.lease_id)
         self.allocator.ended(gpus, lease.held, now, read_after)
         if self.queue.waiting:
             self.improve(lease.gpu_ids)
         self.tally[state] += 1
-        if state is LeaseState.RELEASED and not self.settings.remembers_releases:
+        if state is RELEASED and not self.settings.remembers_releases:
             del self.requests[lease.request.request_id]
         else:
             reasons = (reason,) if reason else ()
-            self.outcomes.add(Outcome(lease.request, RequestState.GRANTED, now, reasons, lease, state))
+            self.outcomes.add(Outcome(lease.request, GRANTED, now, reasons, lease, state))
         if reason:
             self._effects.append(LeaseEnded(lease, state, reason))
 
@@ -370,7 +372,7 @@ class Pool:
         expires_at = None if ttl_seconds is None else now + ttl_seconds
         if lease.state is LeaseState.OFFERED:
             self.timers.clear("lease", lease.lease_id)
-            lease = lease.moved(LeaseState.HELD, expires_at=expires_at)
+            lease = lease.moved(HELD, expires_at=expires_at)
         else:
             lease = lease.extended(expires_at)
         self._replace_lease(lease)
@@ -385,7 +387,7 @@ class Pool:
         if lease.quarantine is not None:
             self.timers.set("lease", lease.lease_id, lease.quarantine.until)
         elif lease.expires_at is not None:
-            grace = self.settings.expiry_grace_seconds if lease.state is LeaseState.HELD else 0.0
+            grace = self.settings.expiry_grace_seconds if lease.state is HELD else 0.0
             self.timers.set("lease", lease.lease_id, lease.expires_at + grace)
 
     def _resumed(self, event: Resumed, now: float) -> None:
@@ -473,7 +475,7 @@ class Pool:
             reason = f"GPU {', '.join(gpu.gpu_id for gpu in its_gpus if gpu.is_gone)} is gone"
             if all(gpu.is_gone for gpu in its_gpus):
                 self._end_lease(lease, LeaseState.LOST, now, reason)
-            elif lease.state is LeaseState.HELD:
+            elif lease.state is HELD:
                 # Its other GPUs may still be in use.
                 self._quarantine(lease, reason, now + self.settings.quarantine_seconds, now)
             elif lease.state is LeaseState.OFFERED:
