@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from asyncio import current_task
 from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gpu_worker_pool.errors import InvalidAssignmentError
 from gpu_worker_pool.models import GlobalGPUAssignment, GPUAssignment, assignment_of_one_gpu
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import CodeType
 
     from gpu_worker_pool.core import Lease
@@ -34,7 +36,7 @@ class Forgotten(Protocol):
     def __call__(self, lease: Lease, *, is_asker_known: bool) -> bool: ...
 
 
-class Holders:
+class Holders(dict[str, Holder]):
     """By worker id.
 
     `is_forgotten` is called when an assignment object is gone unreleased; if it returns True, `asker_finished` is
@@ -55,11 +57,8 @@ class Holders:
         self._is_forgotten = is_forgotten
         self._asker_finished = asker_finished
         self._on_dropped = self._dropped
-        self._holders: dict[str, Holder] = {}
 
-    def hand_over(
-        self, lease: Lease, task: asyncio.Task[Any] | None, worker: WorkerInfo | None = None
-    ) -> GPUAssignment:
+    def hand_over(self, lease: Lease, worker: WorkerInfo | None = None) -> GPUAssignment:
         """Make the assignment that the worker gets, and keep an eye on it."""
         worker_id = lease.request.worker_id
         if len(lease.held) == 1 and not lease.endpoint_id:
@@ -70,24 +69,37 @@ class Holders:
             assignment = assignment_of(lease)
         holder = Holder(assignment, self._on_dropped)
         holder.lease = lease
-        holder.task = None
-        if task is not None and getattr(task.get_coro(), "cr_code", None) is not self._asking:
-            holder.task = weakref.ref(task)
-        holder.worker = None if worker is None else (worker, assignment)
-        self._holders[worker_id] = holder
+        holder.task = holder.worker = None
+        if worker is not None:
+            holder.worker = (worker, assignment)
+        else:
+            task = current_task(self._loop)
+            if task is not None and getattr(task.get_coro(), "cr_code", None) is not self._asking:
+                holder.task = weakref.ref(task)
+        self[worker_id] = holder
         return assignment
 
-    def get(self, worker_id: str) -> Holder | None:
-        return self._holders.get(worker_id)
-
-    def remove(self, worker_id: str) -> None:
-        del self._holders[worker_id]
-
-    def clear(self) -> None:
-        self._holders.clear()
+    def lease_of(self, assignment: GPUAssignment) -> Lease | None:
+        """What is held by it, or None if nothing is any more. A copy will do; another assignment will not."""
+        try:
+            holder = self.get(assignment.worker_id)
+        except AttributeError:
+            raise InvalidAssignmentError(
+                f"release_gpu takes the GPUAssignment that request_gpu returned, not {assignment!r}"
+            ) from None
+        if holder is None:
+            return None
+        lease = holder.lease
+        if holder() is not assignment:
+            mine = assignment_of(lease)
+            if assignment.gpu_ids != mine.gpu_ids or assignment.fence not in (None, mine.fence):
+                raise InvalidAssignmentError(
+                    f"{assignment.worker_id} holds {shown(lease)}, not GPU {assignment.gpu_id}"
+                )
+        return lease
 
     def _dropped(self, holder: Holder) -> None:
-        if self._holders.get(holder.lease.request.worker_id) is not holder:
+        if self.get(holder.lease.request.worker_id) is not holder:
             return  # it was released
         # Garbage is collected at any moment and in any thread; what it means is looked at in the loop's own time.
         with suppress(RuntimeError):  # the loop is closed, and with it the pool
@@ -96,7 +108,7 @@ class Holders:
     def _look_after(self, holder: Holder) -> None:
         """Its worker may still use the GPU, knowing only its number; so it counts until the task has finished."""
         lease = holder.lease
-        if self._holders.get(lease.request.worker_id) is not holder:
+        if self.get(lease.request.worker_id) is not holder:
             return
         if not self._is_forgotten(lease, is_asker_known=holder.task is not None):
             return
@@ -107,14 +119,8 @@ class Holders:
             task.add_done_callback(lambda _: self._finished(holder))
 
     def _finished(self, holder: Holder) -> None:
-        if self._holders.get(holder.lease.request.worker_id) is holder:  # and the pool has not stopped meanwhile
+        if self.get(holder.lease.request.worker_id) is holder:  # and the pool has not stopped meanwhile
             self._asker_finished(holder.lease)
-
-    def __contains__(self, worker_id: object) -> bool:
-        return worker_id in self._holders
-
-    def __iter__(self) -> Iterator[Holder]:
-        return iter(list(self._holders.values()))
 
 
 def assignment_of(lease: Lease) -> GPUAssignment:
@@ -134,3 +140,7 @@ def assignment_of(lease: Lease) -> GPUAssignment:
         )
     indices = [gpu.index for gpu in held]
     return GPUAssignment(indices[0], worker_id, datetime.now(), gpu_ids=indices, gpu_uuids=gpu_uuids, fence=lease.fence)
+
+
+def shown(lease: Lease) -> str:
+    return f"GPU{'s' if len(lease.gpu_ids) > 1 else ''} {', '.join(lease.gpu_ids)}"

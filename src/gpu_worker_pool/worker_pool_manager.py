@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from asyncio import current_task
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -60,7 +59,7 @@ from gpu_worker_pool.errors import (
     WorkerTimeoutError,
     WrongThreadError,
 )
-from gpu_worker_pool.holders import Holders, assignment_of
+from gpu_worker_pool.holders import Holders, shown
 from gpu_worker_pool.models import GPUAssignment, PoolStatus, WorkerInfo, make_global_gpu_id
 
 if TYPE_CHECKING:
@@ -71,7 +70,6 @@ if TYPE_CHECKING:
     from gpu_worker_pool.config import ConfigurationManager
     from gpu_worker_pool.core import Effect, Event, Explanation
     from gpu_worker_pool.core.wishes import Policy
-    from gpu_worker_pool.holders import Holder
     from gpu_worker_pool.models import GPUId, GPUStats
 
 __all__ = ["StaleAssignmentError", "WorkerPoolManager", "WorkerTimeoutError"]
@@ -162,7 +160,7 @@ class WorkerPoolManager:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        held = [f"{holder.lease.request.worker_id} ({_shown(holder.lease)})" for holder in self._holders]
+        held = [f"{holder.lease.request.worker_id} ({shown(holder.lease)})" for holder in self._holders.values()]
         if held:
             _log.warning("stopped while GPUs were still assigned: %s", ", ".join(held))
         self._holders.clear()
@@ -238,7 +236,7 @@ class WorkerPoolManager:
         deadline = self._deadline(timeout, now)
         effects = pool.apply(Requested(request, deadline), now)
         if len(effects) == 1 and type(granted := effects[0]) is Granted and granted.lease.request is request:
-            return self._hand_over(granted.lease, current_task(self._loop))
+            return self._hand_over(granted.lease)
         self._answers[request.request_id] = answer = self._loop.create_future()
         try:
             self._perform_all(effects)
@@ -255,7 +253,7 @@ class WorkerPoolManager:
             raise self._error_of(pool, request, answered)
         if self._pool is not pool:
             raise PoolStoppedError
-        return self._hand_over(answered, current_task(self._loop))
+        return self._hand_over(answered)
 
     def _take_back(self, pool: Pool, request_id: str) -> None:
         if self._pool is pool:
@@ -285,12 +283,10 @@ class WorkerPoolManager:
             raise ValueError(f"timeout must be a number of seconds, 0 or more, not {timeout!r}")
         return None if timeout is None else now + timeout
 
-    def _hand_over(
-        self, lease: Lease, task: asyncio.Task[Any] | None, worker: WorkerInfo | None = None
-    ) -> GPUAssignment:
-        assignment = self._holders.hand_over(lease, task, worker)
+    def _hand_over(self, lease: Lease, worker: WorkerInfo | None = None) -> GPUAssignment:
+        assignment = self._holders.hand_over(lease, worker)
         if self._is_talkative:
-            _log.info("%s was assigned %s", lease.request.worker_id, _shown(lease))
+            _log.info("%s was assigned %s", lease.request.worker_id, shown(lease))
         return assignment
 
     # ---- Giving back
@@ -300,22 +296,11 @@ class WorkerPoolManager:
         pool = self._pool
         if pool is None or get_ident() != self._thread:
             raise self._unusable()
-        try:
-            holder = self._holders.get(assignment.worker_id)
-        except AttributeError:
-            raise InvalidAssignmentError(
-                f"release_gpu takes the GPUAssignment that request_gpu returned, not {assignment!r}"
-            ) from None
-        if holder is None:
+        lease = self._holders.lease_of(assignment)
+        if lease is None:
             self._check_already_released(pool, assignment)
-            return
-        if holder() is not assignment:
-            # A copy will do; another assignment will not.
-            mine = assignment_of(holder.lease)
-            if assignment.gpu_ids != mine.gpu_ids or assignment.fence not in (None, mine.fence):
-                held = _shown(holder.lease)
-                raise InvalidAssignmentError(f"{assignment.worker_id} holds {held}, not GPU {assignment.gpu_id}")
-        self._release(pool, holder)
+        else:
+            self._release(pool, lease)
 
     def release_worker(self, worker_id: str) -> None:
         """Give back what a worker has that was enqueued to be called back."""
@@ -323,21 +308,19 @@ class WorkerPoolManager:
         holder = self._holders.get(worker_id)
         if holder is None:
             raise InvalidAssignmentError(f"worker {worker_id!r} holds no GPU of this pool")
-        self._release(pool, holder)
+        self._release(pool, holder.lease)
 
-    def _release(self, pool: Pool, holder: Holder) -> None:
-        lease = holder.lease
+    def _release(self, pool: Pool, lease: Lease) -> None:
         worker_id = lease.request.worker_id
+        del self._holders[worker_id]
         try:
             effects = pool.apply(Released(lease.lease_id), self._now())
         except LeaseEndedError as error:
-            self._holders.remove(worker_id)
             raise StaleAssignmentError(f"{worker_id}: {error}") from None
-        self._holders.remove(worker_id)
         if effects:
             self._perform_all(effects)
         if self._is_talkative:
-            _log.info("%s released %s", worker_id, _shown(lease))
+            _log.info("%s released %s", worker_id, shown(lease))
 
     def _check_already_released(self, pool: Pool, assignment: GPUAssignment) -> None:
         """Nobody holds it: harmless if it was released, an error if it was lost or never ours."""
@@ -364,10 +347,8 @@ class WorkerPoolManager:
         until = "when the task that asked for it has finished and readings show the GPU empty"
         if not is_asker_known:
             until = "when the pool stops: which task uses it cannot be known"
-        worker_id, shown = lease.request.worker_id, _shown(lease)
-        _log.warning(
-            "%s dropped its assignment of %s without release_gpu(); it is taken back %s", worker_id, shown, until
-        )
+        dropped = "%s dropped its assignment of %s without release_gpu(); it is taken back %s"
+        _log.warning(dropped, lease.request.worker_id, shown(lease), until)
         return is_asker_known
 
     def _asker_finished(self, lease: Lease) -> None:
@@ -479,7 +460,7 @@ class WorkerPoolManager:
         if answer is None:
             _, worker = self._workers.pop(request_id)
             self._waiting_workers.discard(worker.id)
-            assignment = self._hand_over(lease, None, worker)
+            assignment = self._hand_over(lease, worker)
             self._loop.call_soon(worker.callback, assignment.gpu_id)
         elif not answer.done():
             answer.set_result(lease)
@@ -499,12 +480,12 @@ class WorkerPoolManager:
     def _tell_lost(self, effect: LeaseEnded) -> None:
         worker_id = effect.lease.request.worker_id
         if effect.state is LeaseState.QUARANTINED:
-            _log.warning("%s lost %s: %s", worker_id, _shown(effect.lease), effect.reason)
+            _log.warning("%s lost %s: %s", worker_id, shown(effect.lease), effect.reason)
         else:
-            _log.warning("%s taken back from %s: %s", _shown(effect.lease), worker_id, effect.reason)
+            _log.warning("%s taken back from %s: %s", shown(effect.lease), worker_id, effect.reason)
             holder = self._holders.get(worker_id)
             if holder is not None and holder.lease.lease_id == effect.lease.lease_id:
-                self._holders.remove(worker_id)
+                del self._holders[worker_id]
 
     def _wake_at(self, at: float) -> None:
         if self._timer is not None:
@@ -560,7 +541,3 @@ class WorkerPoolManager:
 
 #: What a task runs that only asks.
 ASKING = WorkerPoolManager.request_gpu.__code__
-
-
-def _shown(lease: Lease) -> str:
-    return f"GPU{'s' if len(lease.gpu_ids) > 1 else ''} {', '.join(lease.gpu_ids)}"
