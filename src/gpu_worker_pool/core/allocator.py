@@ -165,7 +165,7 @@ class GPUAllocator:
         endpoint = gpus[0].endpoint
         for gpu in gpus:
             gpu.last_fence = fence
-            gpu.rank = (gpu.usage_percent, fence, gpu.index, gpu.gpu_id)
+            gpu.rank = (gpu.usage_percent, fence, gpu.index, gpu.gpu_id, gpu)
             endpoint.free.discard(gpu)
             self.freed.pop(gpu.gpu_id, None)
         endpoint.last_fence = fence
@@ -245,7 +245,7 @@ class GPUAllocator:
         gpu.index = reading.index
         memory, utilization = reading.memory_usage_percent, reading.utilization_percent
         gpu.usage_percent = (100.0 if memory is None else memory) + (100.0 if utilization is None else utilization)
-        gpu.rank = (gpu.usage_percent, gpu.last_fence, gpu.index, gpu.gpu_id)
+        gpu.rank = (gpu.usage_percent, gpu.last_fence, gpu.index, gpu.gpu_id, gpu)
         # Who it was promised to is looked at in `_index`: that changes between readings.
         gpu.is_plainly_usable = (
             not reading.is_promised_elsewhere
@@ -257,13 +257,13 @@ class GPUAllocator:
         """Put the GPU where a request without special wishes finds it, or take it away from there."""
         endpoint = gpu.endpoint
         if gpu.is_plainly_usable and not gpu.leases and gpu.read_after < endpoint.begun_at:
-            endpoint.free.put(gpu, gpu.rank)
+            endpoint.free.put(gpu.rank)
         else:
             endpoint.free.discard(gpu)
 
     def _rank(self, endpoint: EndpointState) -> None:
         if self._only_endpoint is None:
             if len(endpoint.free):
-                self._ranked.put(endpoint, self._balancer.rank(endpoint))
+                self._ranked.put(self._balancer.rank(endpoint))
             else:
                 self._ranked.discard(endpoint)

@@ -21,7 +21,7 @@ class Availability:
 
     def rank(self, endpoint: EndpointState) -> tuple[Any, ...]:
         free = len(endpoint.free)
-        return (-free / max(endpoint.present, 1), -free, endpoint.last_fence, endpoint.order)
+        return (-free / max(endpoint.present, 1), -free, endpoint.last_fence, endpoint.order, endpoint)
 
     def chosen(self, endpoint: EndpointState) -> None:
         """`last_fence` already says that it had its turn."""
@@ -39,7 +39,7 @@ class Turns:
         self._road = 0.0
 
     def rank(self, endpoint: EndpointState) -> tuple[Any, ...]:
-        return (endpoint.turn, endpoint.order)
+        return (endpoint.turn, endpoint.order, endpoint)
 
     def chosen(self, endpoint: EndpointState) -> None:
         self._road = max(self._road, endpoint.turn)

@@ -97,7 +97,7 @@ class GPUResourceState:
         #: The fence of the last grant: the lower, the longer ago.
         self.last_fence = 0
         #: Rule 3: the least used, then the one granted longest ago, then by id.
-        self.rank = (self.usage_percent, 0, 0, gpu_id)
+        self.rank = (self.usage_percent, 0, 0, gpu_id, self)
 
     def held_now(self) -> HeldGPU:
         """Those who share a GPU all remember the memory used before the first of them."""

@@ -12,34 +12,35 @@ Item = TypeVar("Item", bound=Hashable)
 class RankedSet(Generic[Item]):
     """Lowest rank first. Changing one member costs the logarithm of the number of members, whoever the others are.
 
-    No two members may have equal ranks: put something unique at the end of each.
+    A rank ends with the member itself. Before it comes something unique, so that members are never compared.
     """
 
     def __init__(self) -> None:
         self._rank: dict[Item, tuple[Any, ...]] = {}
         #: May hold entries that are outdated; `_rank` tells which are current.
-        self._heap: list[tuple[tuple[Any, ...], Item]] = []
+        self._heap: list[tuple[Any, ...]] = []
 
-    def put(self, item: Item, rank: tuple[Any, ...]) -> None:
-        """Add it, or move it to its new rank."""
-        ranks, heap = self._rank, self._heap
-        if ranks.get(item) == rank:
+    def put(self, rank: tuple[Any, ...]) -> None:
+        """Add the member that the rank ends with, or move it there."""
+        ranks, heap, item = self._rank, self._heap, rank[-1]
+        if item in ranks and ranks[item] == rank:
             return
         ranks[item] = rank
-        heappush(heap, (rank, item))
+        heappush(heap, rank)
         if len(heap) > 2 * len(ranks) + 64:
-            self._heap = [(rank, item) for item, rank in ranks.items()]
+            self._heap = list(ranks.values())
             heapify(self._heap)
 
     def discard(self, item: Item) -> None:
         # Mostly the best is taken, and then nothing outdated need be left behind.
-        if self._rank.pop(item, None) is not None and self._heap[0][1] is item:
+        if self._rank.pop(item, None) is not None and self._heap[0][-1] is item:
             heappop(self._heap)
 
     def best(self) -> Item | None:
         heap, ranks = self._heap, self._rank
         while heap:
-            rank, item = heap[0]
+            rank = heap[0]
+            item: Item = rank[-1]
             if ranks.get(item) is rank:
                 return item
             heappop(heap)

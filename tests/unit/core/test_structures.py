@@ -39,7 +39,7 @@ def test_a_ranked_set_knows_its_best_member_whatever_came_before(changes: list[t
             ranked.discard(name)
             simple.pop(name, None)
         else:
-            ranked.put(name, (rank, name))
+            ranked.put((rank, name))
             simple[name] = (rank, name)
         in_order = sorted(simple, key=simple.__getitem__)
         assert ranked.best() == (in_order[0] if in_order else None)
@@ -50,7 +50,7 @@ def test_a_ranked_set_knows_its_best_member_whatever_came_before(changes: list[t
 def test_a_ranked_set_does_not_grow_by_being_changed() -> None:
     ranked: RankedSet[str] = RankedSet()
     for rank in range(10_000):
-        ranked.put("a", (rank,))
+        ranked.put((rank, "a"))
     assert len(ranked._heap) < 100
 
 
