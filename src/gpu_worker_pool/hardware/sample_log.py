@@ -181,9 +181,13 @@ def _decode(line: bytes) -> Sample | None:
         else:
             found = entry.pop("answer")
             answer = DriverAnswer(**found | {"gpus": tuple(_decode_gpu(gpu) for gpu in found["gpus"])})
-        return Sample(**entry, answer=answer)
+        sample = Sample(**entry, answer=answer)
     except (KeyError, TypeError):
         return None
+    # What is reckoned with is looked at; the rest is only shown.
+    numbers = (sample.number, sample.failed_total, sample.begun_at, sample.took_seconds)
+    is_sane = all(type(number) in {int, float} for number in numbers) and isinstance(sample.timestamp, str)
+    return sample if is_sane else None
 
 
 def _decode_gpu(gpu: dict[str, Any]) -> GPUSample:

@@ -159,7 +159,7 @@ class Sampler:
     def _seconds_to_next_turn(self) -> float:
         last = self.seen.last
         due_in = 0.0 if last is None else last.begun_at + self._patience_seconds() - boot_time()
-        return due_in if self._log is None or self._is_asking else min(due_in, FOLLOW_SECONDS)
+        return due_in if self._log is None else min(due_in, FOLLOW_SECONDS)
 
     def _probe(self) -> None:
         begun_at = boot_time()

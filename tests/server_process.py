@@ -1,0 +1,144 @@
+"""A real server in a real process, for tests: started on a free port, with an environment of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+#: What a test's server must not inherit from whoever runs the tests.
+_OURS = [
+    "HOST",
+    "PORT",
+    "RELOAD",
+    "LOG_LEVEL",
+    "ACCESS_LOG",
+    "WORKERS",
+    "TITLE",
+    "DESCRIPTION",
+    "VERSION",
+    "DOCS_URL",
+    "REDOC_URL",
+    "ENABLE_CORS",
+    "API_PREFIX",
+    "CUDA_VISIBLE_DEVICES",
+    "REFRESH_INTERVAL",
+    "MAX_HISTORY",
+    "LOG_FORMAT",
+    "GPU_BACKEND",
+    "GPU_POOL_STATE_DIR",
+]
+START_SECONDS = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        def refuse(constant: str) -> None:
+            raise AssertionError(f"{constant} is not JSON")
+
+        return json.loads(self.body, parse_constant=refuse)
+
+
+class ServerProcess:
+    """`with ServerProcess(tmp_path, GPU_BACKEND="simulated:4") as server: server.get("/health")`."""
+
+    def __init__(self, folder: Path, *, arguments: Sequence[str] = (), wait: bool = True, **env: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.port = free_port()
+        self.prefix = env.get("API_PREFIX", "")
+        inherited = {name: value for name, value in os.environ.items() if name not in _OURS}
+        own = {
+            "HOST": "127.0.0.1",
+            "PORT": str(self.port),
+            "RELOAD": "false",
+            "GPU_POOL_STATE_DIR": str(folder / "state"),
+        }
+        self._environment = inherited | own | env
+        self._arguments = list(arguments) or ["-m", "gpu_worker_pool.gpu_server"]
+        self._wait = wait
+        self._log_path = folder / f"log-{self.port}.txt"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        arguments = [argument.replace("{port}", str(self.port)) for argument in self._arguments]
+        with self._log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=self.folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while self._wait:
+            assert self.process.poll() is None, f"the server ended:\n{self.log}"
+            assert time.monotonic() < deadline, f"the server did not start:\n{self.log}"
+            try:
+                if self.get("/health", timeout=2).status == 200:
+                    return
+            except OSError:
+                time.sleep(0.05)
+
+    @property
+    def log(self) -> str:
+        return self._log_path.read_text(errors="replace")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}{self.prefix}"
+
+    def get(self, path: str, *, method: str = "GET", timeout: float = 10, **headers: str) -> Reply:
+        request = urllib.request.Request(self.url + path, method=method, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as reply:
+                return Reply(reply.status, reply.headers, reply.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return Reply(error.code, error.headers, error.read())
+
+    def terminate(self) -> tuple[int, float]:
+        """The exit status, and how long it took."""
+        assert self.process is not None
+        begun = time.monotonic()
+        self.process.terminate()
+        status = self.process.wait(timeout=20)
+        return status, time.monotonic() - begun
+
+    def kill(self) -> None:
+        """The whole group: a reloader and workers have children."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(timeout=20)

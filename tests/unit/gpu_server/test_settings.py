@@ -1,0 +1,165 @@
+"""The documented variables and their defaults; a bad value is named in the log, and the default holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from gpu_worker_pool.gpu_server import ServerSettings, get_bool_env, get_float_env, get_int_env
+
+DEFAULTS = {
+    "host": "0.0.0.0",
+    "port": 8000,
+    "reload": True,
+    "log_level": "info",
+    "access_log": True,
+    "workers": 1,
+    "title": "GPU Statistics Server",
+    "description": "A server that provides GPU statistics including memory usage and utilization",
+    "version": "1.0.0",
+    "docs_url": "/docs",
+    "redoc_url": "/redoc",
+    "enable_cors": True,
+    "api_prefix": "",
+    "refresh_interval": 1.0,
+    "max_history": 100,
+    "log_format": "%(asctime)s - %(name)s - %(levelname)s - %(message)s",
+    "cuda_visible_devices": None,
+    "gpu_backend": "auto",
+}
+
+
+def test_defaults_are_the_documented_ones(caplog: pytest.LogCaptureFixture) -> None:
+    assert dataclasses.asdict(ServerSettings.from_environment({})) == DEFAULTS
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("HOST", "127.0.0.1", "host", "127.0.0.1"),
+        ("PORT", "9000", "port", 9000),
+        ("RELOAD", "no", "reload", False),
+        ("LOG_LEVEL", "WARNING", "log_level", "warning"),
+        ("ACCESS_LOG", "off", "access_log", False),
+        ("WORKERS", "4", "workers", 4),
+        ("TITLE", "Mine", "title", "Mine"),
+        ("DESCRIPTION", "Ours", "description", "Ours"),
+        ("VERSION", "2.0", "version", "2.0"),
+        ("DOCS_URL", "/swagger", "docs_url", "/swagger"),
+        ("REDOC_URL", "/red/oc", "redoc_url", "/red/oc"),
+        ("ENABLE_CORS", "0", "enable_cors", False),
+        ("API_PREFIX", "/api/v1/", "api_prefix", "/api/v1"),
+        ("API_PREFIX", "/", "api_prefix", ""),
+        ("REFRESH_INTERVAL", "0.5", "refresh_interval", 0.5),
+        ("MAX_HISTORY", "7", "max_history", 7),
+        ("LOG_FORMAT", "json", "log_format", "json"),
+        ("LOG_FORMAT", "%(message)s", "log_format", "%(message)s"),
+        ("CUDA_VISIBLE_DEVICES", "", "cuda_visible_devices", ""),
+        ("CUDA_VISIBLE_DEVICES", "0 2", "cuda_visible_devices", "0 2"),
+        ("GPU_BACKEND", "Simulated:8", "gpu_backend", "simulated:8"),
+        ("GPU_BACKEND", "simulated:2,seed=7,linger=0.5", "gpu_backend", "simulated:2,seed=7,linger=0.5"),
+        ("PORT", "", "port", 8000),
+        ("PORT", "  ", "port", 8000),
+    ],
+)
+def test_a_variable_sets_its_field(
+    variable: str, text: str, field: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert getattr(ServerSettings.from_environment({variable: text}), field) == value
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("PORT", "eighty"),
+        ("PORT", "65536"),
+        ("PORT", "-1"),
+        ("RELOAD", "maybe"),
+        ("LOG_LEVEL", "loud"),
+        ("WORKERS", "0"),
+        ("WORKERS", "1.5"),
+        ("DOCS_URL", "docs"),
+        ("DOCS_URL", "/a b"),
+        ("DOCS_URL", "/docs?x"),
+        ("REDOC_URL", "//x"),
+        ("API_PREFIX", "api"),
+        ("API_PREFIX", "/{gpu}"),
+        ("REFRESH_INTERVAL", "0"),
+        ("REFRESH_INTERVAL", "nan"),
+        ("REFRESH_INTERVAL", "inf"),
+        ("REFRESH_INTERVAL", "fast"),
+        ("MAX_HISTORY", "0"),
+        ("MAX_HISTORY", "1e3"),
+        ("LOG_FORMAT", "%(nothing"),
+        ("LOG_FORMAT", "plain"),
+        ("GPU_BACKEND", "cuda"),
+        ("GPU_BACKEND", "simulated:"),
+        ("GPU_BACKEND", "simulated:99999"),
+        ("GPU_BACKEND", "simulated:4;rm"),
+    ],
+)
+def test_a_bad_value_is_named_and_the_default_used(variable: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert dataclasses.asdict(ServerSettings.from_environment({variable: text})) == DEFAULTS
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert record.getMessage().startswith(f"{variable}={text!r} cannot be used (")
+
+
+def test_workers_and_reload_exclude_each_other() -> None:
+    assert ServerSettings.from_environment({"WORKERS": "2", "RELOAD": "true"}).reload is False
+
+
+def test_two_pages_under_one_path_have_their_defaults(caplog: pytest.LogCaptureFixture) -> None:
+    settings = ServerSettings.from_environment({"DOCS_URL": "/x", "REDOC_URL": "/x"})
+    assert (settings.docs_url, settings.redoc_url) == ("/docs", "/redoc")
+    assert "DOCS_URL and REDOC_URL are both '/x'" in caplog.text
+
+
+def test_a_long_value_is_cut_short_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    ServerSettings.from_environment({"PORT": "x" * 10_000})
+    assert len(caplog.text) < 500
+
+
+def test_a_dotenv_file_counts_and_the_environment_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".env").write_text(
+        "PORT=9100\nTITLE=From the file # not this\nCUDA_VISIBLE_DEVICES=\nMAX_HISTORY=5\n"
+        "LOG_FORMAT=%(asctime)s - %(name)s - %(levelname)s - %(message)s\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("MAX_HISTORY", "6")
+    settings = ServerSettings.from_environment()
+    assert (settings.port, settings.title, settings.max_history) == (9100, "From the file", 6)
+    assert settings.cuda_visible_devices == ""
+    assert settings.log_format == DEFAULTS["log_format"]
+    assert get_int_env("PORT", 1) == 9100
+
+
+# --- the documented helpers ---
+
+
+@pytest.mark.parametrize("text", ["true", "1", "yes", "on", "TRUE", "On"])
+def test_words_for_true(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SWITCH", text)
+    assert get_bool_env("A_SWITCH", False) is True
+
+
+@pytest.mark.parametrize("text", ["false", "0", "no", "off"])
+def test_words_for_false(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SWITCH", text)
+    assert get_bool_env("A_SWITCH", True) is False
+
+
+def test_helpers_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_NUMBER", "cat")
+    assert get_int_env("A_NUMBER", 3) == 3
+    assert get_float_env("A_NUMBER", 0.5) == 0.5
+    assert get_bool_env("A_NUMBER", True) is True
+    monkeypatch.setenv("A_NUMBER", "12")
+    assert (get_int_env("A_NUMBER", 3), get_float_env("A_NUMBER", 0.5)) == (12, 12.0)
+    monkeypatch.delenv("A_NUMBER")
+    assert (get_int_env("A_NUMBER", 3), get_float_env("A_NUMBER", 0.5)) == (3, 0.5)

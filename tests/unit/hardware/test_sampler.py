@@ -1,0 +1,233 @@
+"""The sampler: one probe at a time on the whole host, whatever the driver does; samples are shared by all."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.waiting import eventually
+
+from gpu_worker_pool.errors import DriverError
+from gpu_worker_pool.hardware.sample_log import SampleLog
+from gpu_worker_pool.hardware.sampler import Sampler
+from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, Sample
+
+INTERVAL = 0.05
+
+
+class Driver:
+    """Counts who asks it, and does as it is told."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.at_once = 0
+        self.most_at_once = 0
+        self.answers = threading.Event()
+        self.answers.set()
+        self.error: Exception | None = None
+        self.closed = 0
+
+    def read(self) -> DriverAnswer:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            self.reads += 1
+            self.answers.wait()
+            if self.error is not None:
+                raise self.error
+            return DriverAnswer((GPUSample(0, f"read {self.reads}"),), "1", "test")
+        finally:
+            self.at_once -= 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    made.answers.set()
+
+
+@pytest.fixture
+def start(driver: Driver, tmp_path: Path) -> Iterator[Callable[..., Sampler]]:
+    started: list[Sampler] = []
+
+    def start(*, shared: bool = True, interval: float = INTERVAL, keep: int = 50) -> Sampler:
+        taken: list[Sample] = []
+        sampler = Sampler(
+            driver,
+            interval_seconds=interval,
+            keep=keep,
+            on_sample=taken.append,
+            open_log=(lambda: SampleLog(tmp_path, "real", keep=keep)) if shared else None,
+        )
+        sampler.taken = taken  # type: ignore[attr-defined]
+        sampler.start()
+        started.append(sampler)
+        return sampler
+
+    yield start
+    driver.answers.set()
+    for sampler in started:
+        assert sampler.stop(5)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_it_samples_again_and_again_with_growing_numbers(start: Callable[..., Sampler], shared: bool) -> None:
+    sampler = start(shared=shared)
+    eventually(lambda: len(sampler.taken) >= 5)
+    taken = list(sampler.taken)
+    assert [sample.number for sample in taken] == list(range(1, len(taken) + 1))
+    gaps = [after.begun_at - before.begun_at for before, after in itertools.pairwise(taken)]
+    assert min(gaps) >= INTERVAL * 0.99
+
+
+def test_four_processes_cost_the_driver_no_more_than_one(start: Callable[..., Sampler], driver: Driver) -> None:
+    samplers = [start() for _ in range(4)]
+    begun = time.monotonic()
+    eventually(lambda: all(len(sampler.taken) >= 12 for sampler in samplers))
+    elapsed = time.monotonic() - begun
+    assert driver.most_at_once == 1
+    assert driver.reads <= elapsed / INTERVAL + 6
+    eventually(lambda: len({sampler.seen.last.number for sampler in samplers}) == 1)  # type: ignore[union-attr]
+    histories = [{sample.number: sample for sample in sampler.history} for sampler in samplers]
+    common = set.intersection(*(set(history) for history in histories))
+    assert len(common) >= 10
+    for number in common:
+        assert len({str(history[number]) for history in histories}) == 1
+
+
+def test_who_comes_later_has_the_history_of_those_before(start: Callable[..., Sampler]) -> None:
+    first = start()
+    eventually(lambda: len(first.taken) >= 8)
+    second = start()
+    assert second.wait_for_first(5)
+    eventually(lambda: len(second.history) >= 8)
+    assert [sample.number for sample in second.history][:3] == [1, 2, 3]
+
+
+def test_another_takes_over_when_the_one_that_asked_is_gone(start: Callable[..., Sampler], driver: Driver) -> None:
+    first = start()
+    eventually(lambda: first.taken)
+    second = start()
+    eventually(lambda: second.taken)
+    assert first.stop(5)
+    numbers = {sample.number for sample in second.taken}
+    eventually(lambda: len(second.taken) > len(numbers) + 3)
+    assert [sample.number for sample in second.taken] == sorted({sample.number for sample in second.taken})
+
+
+def test_a_driver_that_hangs_costs_one_probe_and_is_forgiven(start: Callable[..., Sampler], driver: Driver) -> None:
+    samplers = [start() for _ in range(3)]
+    eventually(lambda: all(sampler.taken for sampler in samplers))
+    driver.answers.clear()
+    eventually(lambda: driver.at_once == 1)
+    reads = driver.reads
+    time.sleep(INTERVAL * 10)
+    assert (driver.reads, driver.at_once) == (reads, 1)
+    hanging = [sampler for sampler in samplers if sampler.seen.probing_since is not None]
+    assert len(hanging) == 1
+    assert all(sampler.seen.good is not None for sampler in samplers)
+    driver.answers.set()
+    eventually(lambda: all(sampler.seen.last.number > reads for sampler in samplers))  # type: ignore[union-attr]
+    assert driver.most_at_once == 1
+
+
+def test_a_failure_is_counted_told_to_all_and_keeps_the_last_good_sample(
+    start: Callable[..., Sampler], driver: Driver
+) -> None:
+    asking = start()
+    following = start()
+    eventually(lambda: asking.seen.good and following.seen.good)
+    driver.error = DriverError("it broke", code="broken")
+    for sampler in (asking, following):
+        eventually(lambda sampler=sampler: isinstance(sampler.seen.last.answer, DriverFailure))
+        assert sampler.seen.last is not None
+        assert sampler.seen.last.answer == DriverFailure("it broke", "broken")
+        assert sampler.seen.last.failed_total >= 1
+        assert isinstance(sampler.seen.good.answer, DriverAnswer)
+    driver.error = None
+    eventually(lambda: isinstance(following.seen.last.answer, DriverAnswer))
+    assert following.seen.last.failed_total >= 1
+    assert all(isinstance(sample.answer, DriverAnswer) for sample in following.history)
+
+
+def test_a_reader_with_a_bug_is_a_failed_sample_and_one_line_of_log(
+    start: Callable[..., Sampler], driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.error = ZeroDivisionError("oh")
+    sampler = start()
+    eventually(lambda: len(sampler.taken) > 3)
+    assert sampler.taken[-1].answer == DriverFailure("unexpected: ZeroDivisionError: oh", "reader_error")
+    assert caplog.text.count("the reader failed") == 1
+
+
+def test_a_fresh_sample_is_taken_at_once(start: Callable[..., Sampler], driver: Driver) -> None:
+    sampler = start(interval=3600)
+    follower = start(interval=3600)
+    eventually(lambda: sampler.taken and follower.taken)
+    reads = driver.reads
+    begun = time.monotonic()
+    follower.want_fresh()
+    eventually(lambda: driver.reads == reads + 1)
+    eventually(lambda: sampler.seen.last.number == follower.seen.last.number)  # type: ignore[union-attr]
+    assert time.monotonic() - begun < 5
+
+
+def test_without_a_place_to_share_it_reads_alone_and_says_so_once(
+    driver: Driver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken: list[Sample] = []
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    sampler = Sampler(
+        driver,
+        interval_seconds=INTERVAL,
+        keep=5,
+        on_sample=taken.append,
+        open_log=lambda: SampleLog(blocked, "real", keep=5),
+    )
+    sampler.start()
+    eventually(lambda: len(taken) > 3)
+    assert sampler.stop(5)
+    assert caplog.text.count("reading the GPUs alone") == 1
+
+
+def test_a_disk_that_fills_up_stops_nobody_from_reading(
+    start: Callable[..., Sampler], driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(log: SampleLog, sample: Sample) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SampleLog, "append", full)
+    samplers = [start(), start()]
+    eventually(lambda: all(len(sampler.taken) > 3 for sampler in samplers))
+    assert driver.most_at_once == 1
+    assert caplog.text.count("No space left on device") == 2  # one for each
+
+
+def test_stopping_closes_the_reader_and_does_not_wait_for_a_hanging_driver(
+    start: Callable[..., Sampler], driver: Driver
+) -> None:
+    sampler = start(shared=False)
+    eventually(lambda: sampler.taken)
+    driver.answers.clear()
+    eventually(lambda: driver.at_once == 1)
+    begun = time.monotonic()
+    assert not sampler.stop(0.2)
+    assert time.monotonic() - begun < 2
+    driver.answers.set()
+    assert sampler.stop(5)
+    assert driver.closed == 1
+
+
+def test_it_keeps_no_more_than_it_should(start: Callable[..., Sampler]) -> None:
+    sampler = start(interval=0.05, keep=4)
+    eventually(lambda: len(sampler.taken) > 8)
+    assert [sample.number for sample in sampler.history] == [sample.number for sample in sampler.taken][-4:]

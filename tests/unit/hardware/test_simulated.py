@@ -1,0 +1,102 @@
+"""Simulated GPUs: the same every time, idle unless somebody holds them."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_worker_pool.hardware.readers.simulated import (
+    DEFAULT_LOAD_MB,
+    MEMORY_TOTAL_MB,
+    Holder,
+    SimulatedHost,
+    SimulatedReader,
+    simulated_uuid,
+)
+
+
+class Host:
+    """A simulated host whose time and holders a test sets."""
+
+    def __init__(self, text: str = "simulated:2") -> None:
+        self.now = 1000.0
+        self.holders: list[Holder] = []
+        self.reader = SimulatedReader(SimulatedHost.parse(text), clock=lambda: self.now, holders=lambda: self.holders)
+
+    def used_mb(self, index: int = 0) -> float | None:
+        return self.reader.read().gpus[index].memory_used_mb
+
+
+def test_they_are_idle_and_the_same_every_time() -> None:
+    first, second = Host("simulated:3").reader.read(), Host("simulated:3").reader.read()
+    assert first == second
+    assert len({gpu.uuid for gpu in first.gpus}) == 3
+    for gpu in first.gpus:
+        assert (gpu.memory_used_mb, gpu.utilization_percent, gpu.processes, gpu.fault) == (0, 0, (), None)
+
+
+def test_load_comes_a_moment_after_the_grant_and_goes_with_the_holder() -> None:
+    host = Host()
+    host.holders = [Holder(simulated_uuid(1), since=1000.0, memory_mb=5000, pid=77, name="train")]
+    host.now = 1000.19
+    assert host.used_mb(1) == 0
+    host.now = 1000.2
+    gpu = host.reader.read().gpus[1]
+    assert gpu.processes is not None
+    assert (gpu.memory_used_mb, gpu.utilization_percent) == (5000, 95)
+    assert [(process.pid, process.name, process.memory_used_mb) for process in gpu.processes] == [(77, "train", 5000)]
+    assert host.used_mb(0) == 0
+    host.holders = []
+    assert host.used_mb(1) == 0
+
+
+def test_who_declared_nothing_takes_most_of_it_and_nobody_more_than_there_is() -> None:
+    host = Host()
+    host.holders = [Holder(simulated_uuid(0), since=0.0)]
+    assert host.used_mb() == DEFAULT_LOAD_MB
+    host.holders *= 2
+    assert host.used_mb() == MEMORY_TOTAL_MB
+
+
+def test_memory_lingers_only_where_asked_for() -> None:
+    host = Host("simulated:1,linger=2.5")
+    host.holders = [Holder(simulated_uuid(0), since=0.0, memory_mb=4000)]
+    assert host.used_mb() == 4000
+    host.holders = []
+    assert host.used_mb() == 4000
+    gpu = host.reader.read().gpus[0]
+    assert (gpu.processes, gpu.utilization_percent) == ((), 0)
+    host.now += 2.5
+    assert host.used_mb() == 0
+
+
+def test_a_script_is_the_same_in_every_process_and_another_for_another_seed() -> None:
+    def play(text: str) -> list[float | None]:
+        host = Host(text)
+        found = []
+        for _ in range(50):
+            host.now += 5
+            found.append(host.used_mb())
+        return found
+
+    assert play("simulated:1,seed=7") == play("simulated:1,seed=7")
+    assert play("simulated:1,seed=7") != play("simulated:1,seed=8")
+    assert 0 in play("simulated:1,seed=7")
+    assert any(play("simulated:1,seed=7"))
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("simulated", SimulatedHost(4)),
+        ("simulated:0", SimulatedHost(0)),
+        ("simulated:8,seed=3", SimulatedHost(8, 3)),
+        ("simulated,linger=1", SimulatedHost(4, None, 1.0)),
+    ],
+)
+def test_how_they_are_asked_for(text: str, host: SimulatedHost) -> None:
+    assert SimulatedHost.parse(text) == host
+
+
+def test_hosts_that_differ_have_different_names() -> None:
+    texts = ["simulated:4", "simulated:5", "simulated:4,seed=1", "simulated:4,linger=1", "simulated:4,seed=1,linger=1"]
+    assert len({SimulatedHost.parse(text).name for text in texts}) == len(texts)
