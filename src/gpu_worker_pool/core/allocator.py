@@ -173,21 +173,20 @@ class GPUAllocator:
             self._balancer.chosen(endpoint)
             self._rank(endpoint)
 
-    def ended(
-        self, gpus: Sequence[GPUResourceState], held: Sequence[HeldGPU], now: float, read_after: float | None
-    ) -> None:
-        """A lease on them ended; readings begun before `read_after` do not show whether they are free."""
-        for place, gpu in enumerate(gpus):
+    def ended(self, held: Iterable[HeldGPU], now: float, read_after: float | None) -> None:
+        """A lease on these ended; readings begun before `read_after` do not show whether they are free."""
+        for before in held:
+            gpu = self.gpus[before.gpu_id]
             gpu.freed_at, gpu.readings_wanted = now, 0
             self.freed[gpu.gpu_id] = gpu
             if read_after is not None:
                 gpu.read_after = read_after
             if not gpu.leases:
                 # Until it is read again: the last reading shows the load of the one who had it.
-                gpu.as_held = held[place]
+                gpu.as_held = before
             self._index(gpu)
-        if self._only_endpoint is None:
-            self._rank(gpus[0].endpoint)
+            if self._only_endpoint is None:
+                self._rank(gpu.endpoint)
 
     # Rule 5: impossible
 

@@ -9,7 +9,7 @@ from gpu_worker_pool.core.moves import LEASE_MOVES, LIVE_LEASE_STATES, IllegalMo
 from gpu_worker_pool.core.record import record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping
 
     from gpu_worker_pool.core.events import Request
     from gpu_worker_pool.core.gpus import GPUResourceState
@@ -85,35 +85,29 @@ class Lease:
 class WorkerAssignmentTracker:
     """All leases that are held, offered or in quarantine. Belongs to one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: Mapping[str, GPUResourceState]) -> None:
         #: To look at; only `assign` and `release` change it.
         self.by_id: dict[str, Lease] = {}
-        self._gpus: dict[str, Sequence[GPUResourceState]] = {}
+        self._gpus = gpus
 
-    def assign(self, lease: Lease, gpus: Sequence[GPUResourceState]) -> None:
+    def assign(self, lease: Lease) -> None:
+        """A new one, or one that has changed, in the place of what it was."""
         lease_id = lease.lease_id
         self.by_id[lease_id] = lease
-        self._gpus[lease_id] = gpus
-        for gpu in gpus:
-            gpu.leases[lease_id] = lease
+        for gpu_id in lease.gpu_ids:
+            self._gpus[gpu_id].leases[lease_id] = lease
 
-    def replace(self, lease: Lease) -> None:
-        """Put a changed lease in the place of what it was."""
-        self.assign(lease, self._gpus[lease.lease_id])
-
-    def release(self, lease_id: str) -> Sequence[GPUResourceState]:
-        """Forget the lease; the GPUs it was on are returned."""
+    def release(self, lease: Lease) -> None:
+        lease_id = lease.lease_id
         del self.by_id[lease_id]
-        gpus = self._gpus.pop(lease_id)
-        for gpu in gpus:
-            del gpu.leases[lease_id]
-        return gpus
+        for gpu_id in lease.gpu_ids:
+            del self._gpus[gpu_id].leases[lease_id]
 
     def lookup(self, lease_id: str) -> Lease | None:
         return self.by_id.get(lease_id)
 
-    def gpus_of(self, lease_id: str) -> Sequence[GPUResourceState]:
-        return self._gpus[lease_id]
+    def gpus_of(self, lease: Lease) -> list[GPUResourceState]:
+        return [self._gpus[gpu_id] for gpu_id in lease.gpu_ids]
 
     def __iter__(self) -> Iterator[Lease]:
         return iter(list(self.by_id.values()))

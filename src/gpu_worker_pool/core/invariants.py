@@ -42,7 +42,7 @@ def _check_promises(pool: Pool) -> None:
     for lease in pool.leases:
         must(len(set(lease.gpu_ids)) == lease.request.wishes.count, f"{lease} has not what it asked for")
         gpus = [pool.allocator.gpus[gpu_id] for gpu_id in lease.gpu_ids]
-        must(list(pool.leases.gpus_of(lease.lease_id)) == gpus, f"{lease} names other GPUs than it has")
+        must(lease.gpu_ids == tuple(held.gpu_id for held in lease.held), f"{lease} names other GPUs than it has")
         must(all(gpu.leases.get(lease.lease_id) is lease for gpu in gpus), f"{lease} is not on its GPU")
         must({gpu.endpoint.endpoint_id for gpu in gpus} == {lease.endpoint_id}, f"{lease} spans endpoints")
     on_gpus = {lease_id for gpu in pool.allocator.gpus.values() for lease_id in gpu.leases}

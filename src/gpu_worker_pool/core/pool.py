@@ -65,11 +65,11 @@ class Pool:
         #: Where each request is: it waits, or holds, or has ended and is remembered.
         self.requests: dict[str, Waiter | Lease | Outcome] = {}
         self.queue = WorkerQueue()
-        self.leases = WorkerAssignmentTracker()
         self.outcomes = RememberedOutcomes(
             self.requests, self.settings.remember_seconds, self.settings.remember_at_most
         )
         self.allocator = GPUAllocator(self.settings)
+        self.leases = WorkerAssignmentTracker(self.allocator.gpus)
         self.timers = Timers()
         #: How many requests and leases have ended in each way.
         self.tally: dict[RequestState | LeaseState, int] = dict.fromkeys((*RequestState, *LeaseState), 0)
@@ -116,7 +116,9 @@ class Pool:
             self._set_waiter_timer(known)
             self.keeper = known if known.kept else self.keeper
         elif isinstance(known, Lease):
-            self.leases.assign(known, [self.allocator.gpu(gpu_id, known.endpoint_id) for gpu_id in known.gpu_ids])
+            for gpu_id in known.gpu_ids:
+                self.allocator.gpu(gpu_id, known.endpoint_id)
+            self.leases.assign(known)
             self._set_lease_timer(known)
             if known.state is LeaseState.QUARANTINED:
                 self._quarantined[known.lease_id] = None
@@ -197,7 +199,7 @@ class Pool:
             f"lease-{fence}", request, endpoint_id, gpu_ids, held, fence, state, requested_at, now, expires_at
         )
         self.requests[request.request_id] = lease
-        self.leases.assign(lease, gpus)
+        self.leases.assign(lease)
         self.allocator.granted(gpus, fence)
         if expires_at is not None:
             self._set_lease_timer(lease)
@@ -322,8 +324,8 @@ class Pool:
             # What was never told to anybody was never used; an assignment within one process goes straight on.
             read_after = now if lease.state is HELD else None
             self.timers.clear("lease", lease.lease_id)
-        gpus = self.leases.release(lease.lease_id)
-        self.allocator.ended(gpus, lease.held, now, read_after)
+        self.leases.release(lease)
+        self.allocator.ended(lease.held, now, read_after)
         if self.queue.waiting:
             self.improve(lease.gpu_ids)
         self.tally[state] += 1
@@ -379,7 +381,7 @@ class Pool:
         return lease
 
     def _replace_lease(self, lease: Lease) -> None:
-        self.leases.replace(lease)
+        self.leases.assign(lease)
         self.requests[lease.request.request_id] = lease
         self._set_lease_timer(lease)
 
@@ -419,15 +421,14 @@ class Pool:
         lease = lease.moved(LeaseState.QUARANTINED, quarantine=Quarantine(reason, now, until))
         self._replace_lease(lease)
         self._quarantined[lease.lease_id] = None
-        self.allocator.ended(self.leases.gpus_of(lease.lease_id), lease.held, now, None)
+        self.allocator.ended(lease.held, now, None)
         self._effects.append(LeaseEnded(lease, LeaseState.QUARANTINED, reason))
 
     def _review(self, lease: Lease, now: float) -> None:
         """End a quarantine if it has lasted long enough and no reading speaks against it."""
         if lease.quarantine is None or now < lease.quarantine.until:
             return
-        gpus = self.leases.gpus_of(lease.lease_id)
-        if all(trace_of(lease, gpu, self.settings) is None for gpu in gpus):
+        if all(trace_of(lease, gpu, self.settings) is None for gpu in self.leases.gpus_of(lease)):
             self._end_lease(lease, LeaseState.RECLAIMED, now, "readings show nothing of its holder any more")
 
     def _quarantine_ended(self, event: QuarantineEnded, now: float) -> None:
@@ -471,7 +472,7 @@ class Pool:
             self.allocator.mark_gone(gpu)
         affected = {lease.lease_id: lease for gpu in gpus for lease in gpu.leases.values()}
         for lease in affected.values():
-            its_gpus = self.leases.gpus_of(lease.lease_id)
+            its_gpus = self.leases.gpus_of(lease)
             reason = f"GPU {', '.join(gpu.gpu_id for gpu in its_gpus if gpu.is_gone)} is gone"
             if all(gpu.is_gone for gpu in its_gpus):
                 self._end_lease(lease, LeaseState.LOST, now, reason)

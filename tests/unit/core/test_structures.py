@@ -129,16 +129,17 @@ def test_clearing_the_queue_gives_back_who_waited() -> None:
 
 
 def test_the_tracker_knows_who_holds_what() -> None:
-    tracker = WorkerAssignmentTracker()
     gpu = GPUResourceState("0", EndpointState("", 0))
+    tracker = WorkerAssignmentTracker({"0": gpu})
     lease = Lease("lease-1", Request("a"), "", ("0",), (HeldGPU("0"),), 1, LeaseState.HELD, 0.0, 0.0, None)
-    tracker.assign(lease, [gpu])
+    tracker.assign(lease)
     assert (tracker.lookup("lease-1"), gpu.leases, list(tracker)) == (lease, {"lease-1": lease}, [lease])
     longer = lease.extended(5.0)
-    tracker.replace(longer)
+    tracker.assign(longer)
     assert tracker.lookup("lease-1") is longer
     assert gpu.leases["lease-1"] is longer
-    assert tracker.release("lease-1") == [gpu]
+    assert tracker.gpus_of(longer) == [gpu]
+    tracker.release(longer)
     assert (tracker.lookup("lease-1"), gpu.leases, len(tracker)) == (None, {}, 0)
 
 
