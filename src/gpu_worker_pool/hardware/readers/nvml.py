@@ -1,0 +1,96 @@
+"""The reader that asks NVIDIA's management library: every GPU of the host, also those that fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from gpu_worker_pool.hardware.readers.nvml_device import UNKNOWN_NAME, DeviceFacts, read_facts, read_gpu
+from gpu_worker_pool.hardware.readers.nvml_library import (
+    GPU_IS_LOST,
+    GPU_NOT_FOUND,
+    LIBRARY_FAILED,
+    NO_PERMISSION,
+    RESET_REQUIRED,
+    LoadedNVML,
+    NVMLLibrary,
+    driver_error,
+)
+from gpu_worker_pool.hardware.samples import DriverAnswer, GPUSample
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_FAULTS: Final = {
+    GPU_IS_LOST: "the GPU is lost, as when it fell off the bus: see `dmesg`, then reboot the host",
+    RESET_REQUIRED: "the GPU needs a reset: end what uses it, then run `nvidia-smi --gpu-reset -i {index}`",
+    GPU_NOT_FOUND: "the driver no longer finds the GPU: see `dmesg`, then reboot the host",
+    NO_PERMISSION: "this user may not use the GPU: allow it to read and write /dev/nvidia{index}",
+}
+
+
+class NVMLReader:
+    """Reads through NVML, which needs no other process and tells all GPUs, whatever CUDA_VISIBLE_DEVICES says.
+
+    The library is initialized once; after a failure that concerns all GPUs the next read loads it anew, so that
+    a driver that was loaded or replaced in the meantime is found.
+    """
+
+    def __init__(self) -> None:
+        self._library = NVMLLibrary()
+        #: By index, what stood there last: it names a GPU that no longer answers.
+        self._known: dict[int, DeviceFacts] = {}
+
+    def read(self) -> DriverAnswer:
+        with self._library as nvml:
+            try:
+                gpus = self._read_all(nvml)
+            except nvml.error as error:
+                self._library.load_anew_next_time()
+                raise driver_error(error) from error
+            if gpus and all(gpu.fault is not None and gpu.memory_total_mb is None for gpu in gpus):
+                self._library.load_anew_next_time()
+            return DriverAnswer(gpus, driver_version=nvml.driver_version, backend="nvml")
+
+    def close(self) -> None:
+        """May be called while another thread is inside a read that hangs: that read then lets go at its end."""
+        self._library.close()
+
+    def _read_all(self, nvml: LoadedNVML) -> tuple[GPUSample, ...]:
+        count: int = nvml.module.nvmlDeviceGetCount()
+        gpus = []
+        named_from_memory = []
+        for index in range(count):
+            known = self._known.get(index)
+            facts = None
+            try:
+                handle: Any = nvml.module.nvmlDeviceGetHandleByIndex(index)
+                facts = self._known[index] = read_facts(nvml, handle, known)
+                gpus.append(read_gpu(nvml, handle, index, facts))
+            except (nvml.error, UnicodeDecodeError) as error:
+                value = getattr(error, "value", None)
+                if value in LIBRARY_FAILED:
+                    raise
+                if facts is None:
+                    named_from_memory.append(index)
+                facts = facts or known or DeviceFacts()
+                fault = _FAULTS.get(value or 0, "the GPU cannot be asked ({error}): see `dmesg`")
+                fault = fault.format(index=index, error=error)
+                gpus.append(GPUSample(index, facts.name, facts.uuid, facts.pci_bus_id, fault=fault))
+        for index in [index for index in self._known if index >= count]:
+            del self._known[index]
+        return self._without_wrong_names(gpus, named_from_memory)
+
+    def _without_wrong_names(
+        self, gpus: Sequence[GPUSample], named_from_memory: Sequence[int]
+    ) -> tuple[GPUSample, ...]:
+        """A GPU that answers elsewhere is not the silent one at its former index, whoever that is."""
+        if not named_from_memory:
+            return tuple(gpus)
+        answering = {gpu.uuid for gpu in gpus if gpu.index not in named_from_memory}
+        return tuple(
+            replace(gpu, name=UNKNOWN_NAME, uuid=None, pci_bus_id=None)
+            if gpu.index in named_from_memory and gpu.uuid in answering
+            else gpu
+            for gpu in gpus
+        )

@@ -1,0 +1,185 @@
+"""NVIDIA's management library, loaded through pynvml, and unloaded for real so that a replaced one is seen."""
+
+from __future__ import annotations
+
+import _ctypes
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from gpu_worker_pool.errors import DriverError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# pynvml has names for these, but importing it takes longer than all the rest of this package.
+UNINITIALIZED: Final = 1
+NOT_SUPPORTED: Final = 3
+NO_PERMISSION: Final = 4
+DRIVER_NOT_LOADED: Final = 9
+LIBRARY_NOT_FOUND: Final = 12
+FUNCTION_NOT_FOUND: Final = 13
+GPU_IS_LOST: Final = 15
+RESET_REQUIRED: Final = 16
+VERSION_MISMATCH: Final = 18
+GPU_NOT_FOUND: Final = 28
+
+#: After these no GPU can be asked any more until the library is loaded anew.
+LIBRARY_FAILED: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, VERSION_MISMATCH})
+#: After these one GPU cannot be used any more.
+GPU_FAILED: Final = frozenset({GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND})
+_MORE_THAN_ONE_VALUE: Final = LIBRARY_FAILED | GPU_FAILED
+
+#: The code of the error raised where the library is not there at all, so that another reader may be tried.
+NVML_NOT_FOUND: Final = "nvml_not_found"
+
+_CAUSES: Final = {
+    LIBRARY_NOT_FOUND: (
+        NVML_NOT_FOUND,
+        "libnvidia-ml.so.1 cannot be loaded: install the NVIDIA driver, or start the container with its GPUs.",
+    ),
+    DRIVER_NOT_LOADED: (
+        "driver_not_loaded",
+        "The NVIDIA driver is not loaded: run `modprobe nvidia`, and see `dmesg` if that fails.",
+    ),
+    VERSION_MISMATCH: (
+        "driver_version_mismatch",
+        "The NVIDIA kernel module and libnvidia-ml.so.1 differ in version, as after an upgrade: reboot the host.",
+    ),
+    NO_PERMISSION: (
+        "permission_denied",
+        "This user may not talk to the NVIDIA driver: allow it to read and write /dev/nvidia*.",
+    ),
+}
+
+
+def driver_error(error: Any) -> DriverError:
+    """What a `pynvml.NVMLError` that concerns all GPUs is to the rest of the package."""
+    code, message = _CAUSES.get(
+        error.value, ("driver_error", f"The NVIDIA driver failed ({error}): see `nvidia-smi` and `dmesg`.")
+    )
+    return DriverError(message, code=code)
+
+
+class LoadedNVML:
+    """The library after its initialization, and which of its versioned calls it has."""
+
+    __slots__ = ("driver_version", "error", "memory", "module", "processes")
+
+    def __init__(self, module: Any) -> None:
+        #: pynvml; it has no types, so what it returns is given one where it is read.
+        self.module: Any = module
+        #: What pynvml raises; its `value` is one of the numbers above.
+        self.error: Any = module.NVMLError
+        has = partial(hasattr, module.nvmlLib)
+        self.memory: Callable[[Any], Any] = module.nvmlDeviceGetMemoryInfo
+        if has("nvmlDeviceGetMemoryInfo_v2"):  # counts what the driver keeps for itself apart, as nvidia-smi does
+            self.memory = partial(module.nvmlDeviceGetMemoryInfo, version=module.nvmlMemory_v2)
+        self.processes: Callable[[Any], Any] = module.nvmlDeviceGetComputeRunningProcesses_v2
+        if has("nvmlDeviceGetComputeRunningProcesses_v3"):
+            self.processes = module.nvmlDeviceGetComputeRunningProcesses_v3
+        self.driver_version: str | None = self.ask(module.nvmlSystemGetDriverVersion)
+
+    def ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """The answer, or None where this one value cannot be told; raises where the GPU or the library failed."""
+        try:
+            return call(*arguments)
+        except self.error as error:
+            if error.value in _MORE_THAN_ONE_VALUE:
+                raise
+        except UnicodeDecodeError:
+            pass
+        return None
+
+
+class NVMLLibrary:
+    """One reader's hold on the library, entered for as long as calls are made.
+
+    Unloading it under a call, which may hang for ever, would crash the process: so it is unloaded only when nobody
+    else is inside and nobody else, through pynvml, has it initialized.
+    """
+
+    _inside: ClassVar[set[NVMLLibrary]] = set()
+    #: Guards `_inside`; never held while the driver is called.
+    _lock: ClassVar = threading.Lock()
+
+    def __init__(self) -> None:
+        self._loaded: LoadedNVML | None = None
+        self._is_stale = False
+        self._is_unwanted = False
+
+    def __enter__(self) -> LoadedNVML:
+        with self._lock:
+            self._inside.add(self)
+        try:
+            self._is_unwanted = False
+            if self._is_stale:
+                self._let_go()
+            if self._loaded is None:
+                self._loaded = self._load()
+        except BaseException:
+            self._leave()
+            raise
+        return self._loaded
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_unwanted:
+            self._let_go()
+        self._leave()
+
+    def load_anew_next_time(self) -> None:
+        self._is_stale = True
+
+    def close(self) -> None:
+        """Let go of the library, or have whoever is inside do so at the end."""
+        self._is_unwanted = True
+        if self not in self._inside:
+            self._let_go()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._inside.discard(self)
+
+    def _load(self) -> LoadedNVML:
+        try:
+            import pynvml  # type: ignore[import-untyped]  # it has no types
+        except ImportError as error:
+            raise DriverError("pynvml cannot be imported: install nvidia-ml-py.", code=NVML_NOT_FOUND) from error
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            failure = driver_error(error)
+            self._unload(pynvml)
+            raise failure from error
+        try:
+            return LoadedNVML(pynvml)
+        except pynvml.NVMLError as error:
+            failure = driver_error(error)
+            self._shut_down(pynvml)
+            raise failure from error
+
+    def _let_go(self) -> None:
+        loaded, self._loaded = self._loaded, None
+        self._is_stale = False
+        if loaded is not None:
+            self._shut_down(loaded.module)
+
+    def _shut_down(self, pynvml: Any) -> None:
+        try:
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError:
+            # pynvml then goes on counting us among those who have the library initialized.
+            with pynvml.libLoadLock:
+                vars(pynvml)["_nvmlLib_refcount"] = max(0, vars(pynvml)["_nvmlLib_refcount"] - 1)
+        self._unload(pynvml)
+
+    def _unload(self, pynvml: Any) -> None:
+        with self._lock, pynvml.libLoadLock:
+            others_are_inside = bool(self._inside - {self})
+            library = pynvml.nvmlLib
+            if library is None or others_are_inside or vars(pynvml)["_nvmlLib_refcount"]:
+                return
+            pynvml.nvmlLib = None
+            vars(pynvml)["_nvmlGetFunctionPointer_cache"].clear()
+            # ctypes never closes what it opened, and a library still open is not looked for on disk again.
+            _ctypes.dlclose(vars(library)["_handle"])

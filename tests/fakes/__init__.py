@@ -1,0 +1,1 @@
+"""Stand-ins for hardware that a test host does not have."""
