@@ -104,14 +104,16 @@ class HostView:
         now = boot_time()
         age = None if seen.good is None else max(now - seen.good.begun_at, 0.0)
         status: Status = "degraded" if age is not None and age <= self.usable_seconds else "unhealthy"
-        if seen.probing_since is not None and now - seen.probing_since > self._late_seconds:
+        last_begun_at = seen.last.begun_at if seen.last is not None else seen.probing_since
+        is_late = last_begun_at is not None and now - last_begun_at > self._late_seconds
+        if is_late and seen.probing_since is not None:
             waited = now - seen.probing_since
             return Health(status, f"the driver has not answered for {waited:.1f} s", "driver_hangs", age)
         if seen.last is None:
             return Health(status, "no sample was taken yet", "no_sample_yet", age)
         if isinstance(seen.last.answer, DriverFailure):
             return Health(status, seen.last.answer.message, seen.last.answer.code, age)
-        if age is not None and age > self._late_seconds:
+        if is_late:
             return Health(status, f"the last sample is {age:.1f} s old", "sample_late", age)
         return Health("healthy", None, None, age)
 
