@@ -33,6 +33,7 @@ PROMISES = {
     "RetryableError": ((), True),
     "NetworkRetryableError": ((errors.RetryableError,), True),
     "ServiceRetryableError": ((errors.RetryableError,), True),
+    "DriverError": ((), True),
     "IllegalEventError": ((), False),
     "RequestMismatchError": ((errors.IllegalEventError,), False),
     "UnknownLeaseError": ((errors.IllegalEventError,), False),

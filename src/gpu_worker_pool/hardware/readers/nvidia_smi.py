@@ -1,0 +1,215 @@
+"""The reader that runs nvidia-smi, and trusts nothing of what it prints."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.errors import DriverError
+from gpu_worker_pool.hardware.processes import describe_process
+from gpu_worker_pool.hardware.readers import nvidia_smi_text as text
+from gpu_worker_pool.hardware.readers.tool import Tool, find_tool
+from gpu_worker_pool.hardware.samples import DriverAnswer, GPUSample, MIGSample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from gpu_worker_pool.hardware.readers.tool import ToolOutput
+
+
+def nvidia_smi_available(command: str = "nvidia-smi", *, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the tool is on PATH and may be executed; not whether a driver answers it."""
+    try:
+        find_tool(command, os.environ if environment is None else environment)
+    except DriverError:
+        return False
+    return True
+
+
+class NvidiaSMIReader:
+    """Reads by nvidia-smi; all its calls for one sample share one deadline.
+
+    A GPU that was seen once stays a row when it is lost: it keeps its index, name and UUID, and says why.
+    """
+
+    def __init__(
+        self,
+        command: str = "nvidia-smi",
+        timeout_seconds: float = 10.0,
+        *,
+        environment: Mapping[str, str] | None = None,
+        kill_group: Callable[[int, int], None] = os.killpg,
+    ) -> None:
+        self._tool = Tool(command, timeout_seconds, os.environ if environment is None else environment, kill_group)
+        self._timeout_seconds = timeout_seconds
+        #: By bus id where it is known, else by index.
+        self._seen: dict[str | int, GPUSample] = {}
+        #: Fields that this version of the driver does not know.
+        self._unknown_fields: set[str] = set()
+        self._driver_version: str | None = None
+
+    def read(self) -> DriverAnswer:
+        deadline = time.monotonic() + self._timeout_seconds
+        fields, output = self._query_gpus(deadline)
+        if output.exit_status < 0:  # what it wrote may end in the middle of a number
+            raise text.failure(output.exit_status, output.everything)
+        parsed = text.parse_gpus(output.everything, fields)
+        gpus = self._with_lost_gpus(parsed, has_failed=output.exit_status != 0)
+        if not gpus:
+            if not text.says_no_devices(output.exit_status, output.everything):
+                raise text.failure(output.exit_status, output.everything)
+            return DriverAnswer((), backend="nvidia-smi")
+        if parsed.driver_version not in (None, self._driver_version):
+            if self._driver_version is not None:
+                self._unknown_fields.clear()
+            self._driver_version = parsed.driver_version
+        gpus = self._with_processes(gpus, deadline)
+        if any(gpu.mig_enabled and not gpu.mig_devices for gpu in gpus):
+            gpus = self._with_mig_devices(gpus, deadline)
+        self._seen = {gpu.pci_bus_id or gpu.index: gpu for gpu in gpus}
+        return DriverAnswer(tuple(gpus), driver_version=self._driver_version, backend="nvidia-smi")
+
+    def close(self) -> None:
+        """Nothing is held between reads: each ends its own process, and one that hangs is reaped when it ends."""
+
+    # --- GPUs ---
+
+    def _query_gpus(self, deadline: float) -> tuple[tuple[str, ...], ToolOutput]:
+        while True:
+            fields = tuple(field for field in text.GPU_FIELDS if field not in self._unknown_fields)
+            output = self._tool.run([f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"], deadline)
+            unknown = text.unknown_field(output.everything) if output.exit_status else None
+            if unknown is None:
+                return fields, output
+            if unknown not in fields or unknown in text.MANDATORY_FIELDS:
+                raise text.failure(output.exit_status, output.everything)
+            self._unknown_fields.add(unknown)
+
+    def _with_lost_gpus(self, parsed: text.ParsedGPUs, *, has_failed: bool) -> list[GPUSample]:
+        gpus = {gpu.index: self._completed(gpu) for gpu in parsed.rows}
+        index_by_bus_id = {gpu.pci_bus_id: gpu.index for gpu in gpus.values() if gpu.pci_bus_id is not None}
+        unplaced: list[text.Complaint] = []
+        for complaint in parsed.complaints:
+            known = self._seen_as(complaint.index, complaint.bus_id)
+            index = complaint.index if known is None else known.index
+            index = index_by_bus_id.get(complaint.bus_id or "", index)
+            if index is None:
+                unplaced.append(complaint)
+            elif (gpu := gpus.get(index)) is None:
+                gpus[index] = _lost(index, complaint.reason, complaint.bus_id, known)
+            elif None in (gpu.pci_bus_id, complaint.bus_id) or gpu.pci_bus_id == complaint.bus_id:
+                gpus[index] = replace(gpu, fault=gpu.fault or complaint.reason)
+            else:
+                unplaced.append(complaint)
+        # Some versions stop at the first GPU they cannot read; those after it are not gone.
+        if has_failed and (gpus or unplaced):
+            uuids = {gpu.uuid for gpu in gpus.values()} - {None}
+            for gpu in self._seen.values():
+                if gpu.index not in gpus and gpu.uuid not in uuids and gpu.pci_bus_id not in index_by_bus_id:
+                    gpus[gpu.index] = _lost(gpu.index, "nvidia-smi failed before it told of this GPU", None, gpu)
+        # The driver numbers GPUs by bus id and skips none: those it cannot tell of have the numbers that are missing.
+        # Beside no GPU at all there is nothing to count from, and the complaint becomes the error.
+        if gpus:
+            for complaint in sorted(unplaced, key=lambda complaint: complaint.bus_id or ""):
+                index = next(number for number in range(len(gpus) + 1) if number not in gpus)
+                known = self._seen_as(None, complaint.bus_id)
+                gpus[index] = _lost(index, complaint.reason, complaint.bus_id, known)
+        return [gpus[index] for index in sorted(gpus)]
+
+    def _completed(self, gpu: GPUSample) -> GPUSample:
+        """A GPU that is about to be lost does not even tell its name."""
+        known = self._seen_as(gpu.index, gpu.pci_bus_id) if gpu.fault else None
+        if known is None or gpu.uuid not in (None, known.uuid):
+            return gpu
+        if gpu.name == text.UNKNOWN_NAME:
+            return _lost(gpu.index, gpu.fault or "", None, known)
+        return replace(gpu, uuid=known.uuid, pci_bus_id=known.pci_bus_id)
+
+    def _seen_as(self, index: int | None, bus_id: str | None) -> GPUSample | None:
+        if bus_id is not None:
+            return self._seen.get(bus_id)
+        return next((gpu for gpu in self._seen.values() if gpu.index == index), None)
+
+    # --- what a sample can do without ---
+
+    def _with_processes(self, gpus: list[GPUSample], deadline: float) -> list[GPUSample]:
+        query = [f"--query-compute-apps={','.join(text.PROCESS_FIELDS)}", "--format=csv,noheader,nounits"]
+        output = self._optional(query, deadline)
+        found = None if output is None or output.exit_status != 0 else text.parse_processes(output.stdout)
+        if found is None:
+            return gpus
+        # A process on a GPU that is not among ours may be on any that has none to show.
+        others = () if found.keys() <= {gpu.uuid for gpu in gpus} else None
+        described = []
+        for gpu in gpus:
+            processes = found.get(gpu.uuid, others) if gpu.uuid is not None else None
+            if processes is not None and not (gpu.fault and not processes):
+                readings = (
+                    describe_process(process.pid, name=process.name, memory_used_mb=process.memory_used_mb)
+                    for process in processes
+                )
+                gpu = replace(gpu, processes=tuple(readings))
+            described.append(gpu)
+        return described
+
+    def _with_mig_devices(self, gpus: list[GPUSample], deadline: float) -> list[GPUSample]:
+        listed = self._optional(["-L"], deadline)
+        shown = None if listed is None else self._optional([], deadline)
+        devices = {} if listed is None else text.parse_mig_list(listed.stdout)
+        memory = {} if shown is None else text.parse_mig_table(shown.stdout)
+        return [
+            _with_devices(gpu, devices.get(gpu.index), memory) if gpu.mig_enabled and not gpu.mig_devices else gpu
+            for gpu in gpus
+        ]
+
+    def _optional(self, arguments: Sequence[str], deadline: float) -> ToolOutput | None:
+        try:
+            output = self._tool.run(arguments, deadline)
+        except DriverError:
+            return None
+        return output if output.exit_status >= 0 else None
+
+
+def _lost(index: int, fault: str, bus_id: str | None, known: GPUSample | None) -> GPUSample:
+    if known is None:
+        return GPUSample(index, text.UNKNOWN_NAME, pci_bus_id=bus_id, fault=fault)
+    devices = tuple(
+        MIGSample(device.uuid, device.name, device.gpu_instance_id, device.compute_instance_id, fault=fault)
+        for device in known.mig_devices
+    )
+    return GPUSample(
+        index,
+        known.name,
+        known.uuid,
+        known.pci_bus_id,
+        fault=fault,
+        mig_enabled=known.mig_enabled,
+        mig_devices=devices,
+        reports_utilization=known.reports_utilization,
+    )
+
+
+def _with_devices(
+    gpu: GPUSample, devices: Mapping[int, MIGSample] | None, memory: Mapping[tuple[int, int], text.MIGMemory]
+) -> GPUSample:
+    if devices is None:
+        return replace(gpu, fault=gpu.fault or "its MIG devices could not be listed")
+    samples = []
+    for number, device in sorted(devices.items()):
+        # The query for processes tells the GPU only, not which of its devices.
+        device = replace(device, processes=() if gpu.processes == () else None, fault=gpu.fault)
+        if (shown := memory.get((gpu.index, number))) is not None:
+            device = replace(
+                device,
+                gpu_instance_id=shown.gpu_instance_id if device.gpu_instance_id is None else device.gpu_instance_id,
+                compute_instance_id=(
+                    shown.compute_instance_id if device.compute_instance_id is None else device.compute_instance_id
+                ),
+                memory_total_mb=shown.total_mb,
+                memory_used_mb=shown.used_mb,
+                fault=gpu.fault or shown.fault,
+            )
+        samples.append(device)
+    return replace(gpu, mig_devices=tuple(samples))

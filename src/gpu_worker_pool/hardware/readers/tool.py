@@ -1,0 +1,183 @@
+"""Runs one program for its output: never two at a time, never for longer than promised, whatever it leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from gpu_worker_pool.errors import DriverError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_LARGEST_OUTPUT_BYTES: Final = 8 * 1024 * 1024
+#: How long what has left the tool's hands may take to arrive, where somebody else keeps its pipe open.
+_GRACE_AFTER_EXIT_SECONDS: Final = 0.1
+#: SIGKILL works at once, or waits for a driver that will not answer.
+_GRACE_AFTER_KILL_SECONDS: Final = 0.5
+_LOOK_AGAIN_SECONDS: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOutput:
+    exit_status: int
+    stdout: str
+    stderr: str
+
+    @property
+    def everything(self) -> str:
+        """Complaints are printed on either, depending on the version."""
+        return f"{self.stdout}\n{self.stderr}"
+
+
+class Tool:
+    """Runs one program, one process at a time: one that cannot be killed is not joined by a second."""
+
+    def __init__(
+        self,
+        command: str,
+        timeout_seconds: float,
+        environment: Mapping[str, str],
+        kill_group: Callable[[int, int], None],
+    ) -> None:
+        self._command = command
+        self._timeout_seconds = timeout_seconds
+        self._environment = environment
+        self._kill_group = kill_group
+        self._unkillable: subprocess.Popen[bytes] | None = None
+
+    def run(self, arguments: Sequence[str], deadline: float) -> ToolOutput:
+        if self._unkillable is not None:
+            if self._unkillable.poll() is None:
+                raise self._hangs()
+            self._unkillable = None
+        if time.monotonic() >= deadline:
+            raise self._hangs()
+        process = self._start(arguments)
+        try:
+            try:
+                written = _collect(process, deadline)
+            finally:
+                self._end(process)
+        except TimeoutError:
+            raise self._hangs() from None
+        if written is None:
+            megabytes = _LARGEST_OUTPUT_BYTES // 1024**2
+            raise DriverError(f"nvidia-smi wrote more than {megabytes} MiB: run it by hand to see what is wrong.")
+        return ToolOutput(process.returncode, *written)
+
+    def _hangs(self) -> DriverError:
+        message = f"nvidia-smi did not answer within {self._timeout_seconds:g} s and was stopped: look for Xid errors"
+        message += " in the kernel's log, and restart the host if it goes on."
+        if self._unkillable is not None:
+            message = f"nvidia-smi (pid {self._unkillable.pid}) did not answer within {self._timeout_seconds:g} s and"
+            message += " cannot be killed, so no other is started: the driver hangs, restart the host."
+        return DriverError(message, code="driver_hangs")
+
+    def _start(self, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        path = find_tool(self._command, self._environment)
+        try:
+            return subprocess.Popen(  # noqa: S603 - the operator chose the program; there is no shell
+                [path, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**self._environment, "LC_ALL": "C"},
+                process_group=0,
+                bufsize=0,
+            )
+        except OSError as error:
+            if error.errno == errno.EACCES:
+                raise _may_not_execute(path) from error
+            reason = error.strerror or type(error).__name__
+            raise DriverError(f"{path} cannot be run ({reason}): install the one of this host's driver.") from error
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """Also what the process left behind: until it is reaped here, its group's number is nobody else's."""
+        with suppress(ProcessLookupError, PermissionError):
+            self._kill_group(process.pid, signal.SIGKILL)
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        try:
+            process.wait(_GRACE_AFTER_KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._unkillable = process
+            # Whenever it ends it is reaped, whether or not anybody reads again.
+            threading.Thread(target=process.wait, name=f"reap nvidia-smi {process.pid}", daemon=True).start()
+
+
+def find_tool(command: str, environment: Mapping[str, str]) -> str:
+    if os.sep in command:
+        candidates = [command]
+    else:
+        folders = environment.get("PATH", os.defpath).split(os.pathsep)
+        candidates = [str(Path(folder, command)) for folder in folders if folder]
+    files = [candidate for candidate in candidates if _is_file(candidate)]
+    for file in files:
+        if os.access(file, os.X_OK):
+            return file
+    if files:
+        raise _may_not_execute(files[0])
+    message = f"{command} was not found: install the NVIDIA driver, or add the tool's folder to PATH."
+    raise DriverError(message, code="nvidia_smi_not_found")
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except OSError:  # a folder on PATH that this user may not enter
+        return False
+
+
+def _may_not_execute(path: str) -> DriverError:
+    return DriverError(f"{path} may not be executed: give this user permission to.", code="permission_denied")
+
+
+def _collect(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str] | None:
+    """What the process wrote until it exited; None where that is too much; raises TimeoutError at the deadline."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    stdout, stderr = bytearray(), bytearray()
+    written = {process.stdout.fileno(): stdout, process.stderr.fileno(): stderr}
+    give_up_at, has_exited = deadline, False
+    with selectors.DefaultSelector() as selector:
+        for pipe in written:
+            selector.register(pipe, selectors.EVENT_READ)
+        while selector.get_map() or not has_exited:
+            if not has_exited and _has_exited(process.pid):
+                has_exited = True
+                # A child of its own may hold the pipes open for ever.
+                give_up_at = time.monotonic() + _GRACE_AFTER_EXIT_SECONDS
+            if time.monotonic() >= give_up_at:
+                if not has_exited:
+                    raise TimeoutError
+                break
+            if not selector.get_map():
+                time.sleep(0.001)
+                continue
+            for key, _ in selector.select(_LOOK_AGAIN_SECONDS):
+                received = os.read(key.fd, 65536)
+                if not received:
+                    selector.unregister(key.fd)
+                written[key.fd] += received
+            if sum(map(len, written.values())) > _LARGEST_OUTPUT_BYTES:
+                return None
+    return stdout.decode(errors="replace"), stderr.decode(errors="replace")
+
+
+def _has_exited(pid: int) -> bool:
+    """Looks without reaping."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # the program around us ignores SIGCHLD
+        return True
