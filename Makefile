@@ -40,7 +40,8 @@ test-long: $(READY) ## the same properties over many more random histories
 	$(BIN)/python -m pytest -n 2 -m long --timeout 3600
 
 bench: $(READY) ## measure speed, as ratios within one run
-	$(BIN)/python bench/core.py
+	$(BIN)/python -m bench.core
+	$(BIN)/python -m bench.server
 
 format: $(READY) ## let ruff rewrite the code
 	$(BIN)/ruff check --fix

@@ -12,38 +12,14 @@ import asyncio
 import gc
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from time import perf_counter
 
+from bench.table import Row, print_table
 from gpu_worker_pool.core import Granted, Pool, PoolSettings, Released, Request, Requested
 from gpu_worker_pool.testing import gpus, snapshot
 from gpu_worker_pool.worker_pool_manager import WorkerPoolManager
 
 TURNS = 7
-
-
-@dataclass
-class Row:
-    what: str
-    ours_us: float
-    theirs_us: float
-    #: What the ratio must reach: speeds at least this, costs at most this.
-    target: float
-    is_speed: bool
-
-    @property
-    def ratio(self) -> float:
-        return self.theirs_us / self.ours_us if self.is_speed else self.ours_us / self.theirs_us
-
-    @property
-    def is_reached(self) -> bool:
-        return self.ratio >= self.target if self.is_speed else self.ratio <= self.target
-
-    def __str__(self) -> str:
-        sign = "≥" if self.is_speed else "≤"
-        verdict = "reached" if self.is_reached else "MISSED"
-        times = f"{self.ours_us:>9.2f} {self.theirs_us:>9.2f} {self.ratio:>7.3f}"
-        return f"{self.what:<66} {times}  {sign} {self.target:<5} {verdict}"
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -165,10 +141,8 @@ def main() -> int:
     rows.append(compared("a grant among 10,000 GPUs against 8", Crowd(10_000, 0), Crowd(8, 0)))
     rows.append(compared("  the same, 1,250 hosts of 8 against 8 hosts of 8", Crowd(10_000, 0, 1_250), Crowd(64, 0, 8)))
     rows.append(compared("a grant with 100,000 waiters against 10", Crowd(8, 100_000), Crowd(8, 10)))
-    print(f"{'':<66} {'ours µs':>9} {'other µs':>9} {'ratio':>7}  target")
-    for row in rows:
-        print(row)
-    return int("--strict" in sys.argv and not all(row.is_reached for row in rows))
+    is_reached = print_table(rows, "µs")
+    return int("--strict" in sys.argv and not is_reached)
 
 
 if __name__ == "__main__":
