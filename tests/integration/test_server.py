@@ -422,9 +422,9 @@ def test_four_workers_give_the_same_answers(tmp_path: Path) -> None:
         def look() -> bool:
             def without_age(path: str) -> str:
                 text = server.get(path).body.decode()
-                return re.sub(r'"sample_age_seconds":[\d.]+|sample_age_seconds [\d.e-]+', "", text)
+                return re.sub(r'"sample_age_seconds":[\d.]+|sample_age_seconds [\d.e-]+|"timestamp":"[^"]*"', "", text)
 
-            for path in ("/gpu/stats", "/gpu/summary", "/gpu/history", "/metrics", "/config"):
+            for path in ("/gpu/stats", "/gpu/summary", "/gpu/history", "/metrics", "/config", "/health"):
                 answers = {without_age(path) for _ in range(24)}
                 assert len(answers) == 1, path
             return True
@@ -446,24 +446,36 @@ def open_stream(server: ServerProcess) -> socket.socket:
     return connection
 
 
-def read_events(connection: socket.socket, count: int) -> list[tuple[str, str, Any]]:
-    """Event name, id and data of the first so many."""
+def read_events(connection: socket.socket, count: int, name: str = "snapshot") -> list[Any]:
+    """The data of the first so many of that name."""
     received = b""
-    pattern = re.compile(rb"(?:id: (\d+)\n)?event: (\w+)\ndata: (.*)\n\n")
+    pattern = re.compile(rb"event: %b\ndata: (.*)\n\n" % name.encode())
     while len(found := pattern.findall(received)) < count:
         chunk = connection.recv(65536)
         assert chunk, received
         received += chunk
-    return [(name.decode(), number.decode(), json.loads(data)) for number, name, data in found]
+    return [json.loads(data) for data in found]
 
 
 def test_a_stream_tells_every_sample_once(server: ServerProcess) -> None:
     with open_stream(server) as connection:
-        events = read_events(connection, 4)
-    assert [name for name, _, _ in events] == ["snapshot"] * 4
-    numbers = [int(number) for _, number, _ in events]
-    assert numbers == list(range(numbers[0], numbers[0] + 4))
-    assert events[-1][2].keys() == server.get("/gpu/stats").json.keys()
+        times = [data["timestamp"] for data in read_events(connection, 5)]
+    assert times == sorted(set(times))
+    readings = server.get("/gpu/history").json["gpus"][0]["readings"]
+    told = {reading["timestamp"] for reading in readings}
+    assert set(times[-2:]) <= told
+
+
+def test_a_stream_begins_with_health_and_the_newest_snapshot(server: ServerProcess) -> None:
+    with open_stream(server) as connection:
+        assert read_events(connection, 1, "health") == [{"status": "healthy", "error": None, "error_code": None}]
+    with open_stream(server) as connection:
+        assert read_events(connection, 1)[0].keys() == server.get("/gpu/stats").json.keys()
+
+
+def test_asking_for_the_head_of_a_stream_ends(server: ServerProcess) -> None:
+    reply = server.get("/events", method="HEAD")
+    assert (reply.status, reply.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
 
 
 def test_the_end_comes_within_five_seconds_with_open_streams(tmp_path: Path) -> None:
@@ -489,9 +501,11 @@ def test_a_listener_that_leaves_is_forgotten_and_one_that_does_not_read_delays_n
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         for _ in range(20):
             open_stream(server).close()
+        begun = time.monotonic()
         with open_stream(server) as listener:
-            numbers = [int(number) for _, number, _ in read_events(listener, 40)]
-        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+            times = [data["timestamp"] for data in read_events(listener, 40)]
+        assert times == sorted(set(times))
+        assert time.monotonic() - begun < 20
         deaf.close()
         assert server.get("/health").json["status"] == "healthy"
         assert "Traceback" not in server.log

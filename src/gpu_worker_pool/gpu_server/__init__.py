@@ -16,7 +16,7 @@ __all__ = ["ServerSettings", "app", "create_app", "get_bool_env", "get_float_env
 
 def create_app(settings: ServerSettings | None = None) -> FastAPI:
     """An application of its own; without `settings` it goes by the environment."""
-    from gpu_worker_pool.gpu_server.app import create_app as create  # see `__getattr__`
+    from gpu_worker_pool.gpu_server.application import create_app as create  # see `__getattr__`
 
     return create(settings)
 

@@ -4,4 +4,5 @@ from gpu_worker_pool.gpu_server.serving import serve
 from gpu_worker_pool.gpu_server.settings import ServerSettings
 
 if __name__ == "__main__":
-    serve(ServerSettings.from_environment())
+    # The application reads them again, in a process of its own perhaps, and says what is wrong with them.
+    serve(ServerSettings.from_environment(complain=lambda _: None))

@@ -5,27 +5,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 if TYPE_CHECKING:
     import asyncio
 
-#: For a whole request to arrive, from the moment the connection is open or the last answer was sent.
-REQUEST_SECONDS: Final = 10.0
-#: For a reader to take what was sent before more is sent.
-READER_SECONDS: Final = 30.0
-#: For a request line and its headers together.
-MOST_HEADER_BYTES: Final = 64 * 1024
-
 
 class GuardedProtocol(HttpToolsProtocol):
+    #: For a whole request to arrive, from the moment the connection is open or the last answer was sent.
+    request_seconds = 10.0
+    #: For a reader to take what was sent before more is sent.
+    reader_seconds = 30.0
+    #: For a request line and its headers together.
+    most_header_bytes = 64 * 1024
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         #: Since when bytes of a request are owed to us; None while we owe an answer.
         self._waiting_since: float | None = None
         self._header_bytes = 0
+        self._is_in_headers = True
         self._deadline: asyncio.TimerHandle | None = None
         self._reader_deadline: asyncio.TimerHandle | None = None
 
@@ -42,17 +43,21 @@ class GuardedProtocol(HttpToolsProtocol):
     # --- the request must arrive ---
 
     def data_received(self, data: bytes) -> None:
-        if self._waiting_since is not None:
-            self._header_bytes += len(data)
+        self._header_bytes += len(data)
         super().data_received(data)
-        if self._header_bytes > MOST_HEADER_BYTES and not self.transport.is_closing():
+        if self._is_in_headers and self._header_bytes > self.most_header_bytes and not self.transport.is_closing():
             self.send_400_response("Request headers are too large.")
 
+    def on_message_begin(self) -> None:
+        self._is_in_headers = True
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
-        self._header_bytes = 0
+        self._is_in_headers = False
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        self._header_bytes = 0
         # An answer may have been sent before the last of the request came in.
         if not self.cycle.response_complete:
             self._waiting_since = None
@@ -60,20 +65,21 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._wait_for_request()
+        # A request that came along with the one before is owed an answer, too.
+        if self.cycle.response_complete:
+            self._wait_for_request()
 
     def _wait_for_request(self) -> None:
-        self._header_bytes = 0
         self._waiting_since = self.loop.time()
         # Left running from one request to the next: a timer for each would cost more than the request.
         if self._deadline is None:
-            self._deadline = self.loop.call_later(REQUEST_SECONDS, self._look_at_deadline)
+            self._deadline = self.loop.call_later(self.request_seconds, self._look_at_deadline)
 
     def _look_at_deadline(self) -> None:
         self._deadline = None
         if self.transport.is_closing() or self._waiting_since is None:
             return
-        left = self._waiting_since + REQUEST_SECONDS - self.loop.time()
+        left = self._waiting_since + self.request_seconds - self.loop.time()
         if left <= 0:
             self.transport.close()
         else:
@@ -84,7 +90,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._reader_deadline is None:
-            self._reader_deadline = self.loop.call_later(READER_SECONDS, self.transport.abort)
+            self._reader_deadline = self.loop.call_later(self.reader_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()

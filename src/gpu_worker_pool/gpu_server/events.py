@@ -1,29 +1,32 @@
 """`/events`: a stream of what happens, the same bytes to everybody who listens.
 
-Whoever reads slowly misses snapshots and delays nobody: of those it has not yet sent, a listener keeps the newest.
+Whoever reads slowly misses snapshots, of which the newest counts, but no other event; and delays nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.responses import Response
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.types import Receive, Scope, Send
 
 #: Proxies and browsers give up on a silent stream.
-KEEP_ALIVE_SECONDS = 15.0
-_KEEP_ALIVE = b": still here\n\n"
+KEEP_ALIVE_SECONDS: Final = 15.0
+_KEEP_ALIVE: Final = b": still here\n\n"
 #: How long a browser waits before it comes back.
-_RETRY = b"retry: 2000\n\n"
+_RETRY: Final = b"retry: 2000\n\n"
+#: A listener so far behind is let go; it comes back, and is told the present state.
+MOST_KEPT: Final = 1000
 
 
-def event(name: str, data: bytes, event_id: int | None = None) -> bytes:
-    number = b"" if event_id is None else b"id: %d\n" % event_id
-    return b"%bevent: %b\ndata: %b\n\n" % (number, name.encode(), data)
+def event(name: str, data: bytes) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
 def json_event(name: str, data: dict[str, Any]) -> bytes:
@@ -34,58 +37,81 @@ class EventStream:
     """Belongs to one event loop; everything here is called in its thread."""
 
     def __init__(self) -> None:
-        self.listeners: set[_Listener] = set()
         self._loop = asyncio.get_running_loop()
+        self._listeners: set[_Listener] = set()
         self._is_stopped = False
         self._published_at = self._loop.time()
 
+    def publish_snapshot(self, make: Callable[[], bytes]) -> None:
+        """In the place of one that was not sent yet; `make` is called only if somebody listens."""
+        if not self._listeners:
+            return
+        self._published_at = self._loop.time()
+        chunk = make()
+        for listener in self._listeners:
+            listener.newest = chunk
+            listener.wake()
+
     def publish(self, chunk: bytes) -> None:
         self._published_at = self._loop.time()
-        for listener in self.listeners:
-            listener.chunk = chunk
+        for listener in self._listeners:
+            listener.keep(chunk)
             listener.wake()
 
     def keep_alive(self) -> None:
         if self._loop.time() - self._published_at >= KEEP_ALIVE_SECONDS:
-            self.publish(_KEEP_ALIVE)
+            self.publish_snapshot(lambda: _KEEP_ALIVE)
 
     def stop(self) -> None:
         """End every stream: an open one would keep the server from stopping."""
         self._is_stopped = True
-        for listener in self.listeners:
+        for listener in self._listeners:
             listener.wake()
 
-    async def serve(self, receive: Receive, send: Send, first: bytes) -> None:
+    async def serve(self, receive: Receive, send: Send, first: Callable[[], bytes]) -> None:
+        """`first` says what is now; it is asked in the moment from which on everything is told."""
         listener = _Listener()
         # `send` never says that nobody reads any more.
         watch = asyncio.create_task(_until_gone(receive))
         watch.add_done_callback(lambda _: listener.wake())
-        self.listeners.add(listener)
+        self._listeners.add(listener)
+        chunk = _RETRY + first()
         try:
-            await send({"type": "http.response.body", "body": _RETRY + first, "more_body": True})
-            while not (self._is_stopped or watch.done()):
-                if chunk := listener.take():
+            while not (self._is_stopped or watch.done() or listener.is_lost):
+                if chunk:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 else:
                     listener.waiting = self._loop.create_future()
                     await listener.waiting
+                chunk = listener.take()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self.listeners.discard(listener)
+            self._listeners.discard(listener)
             watch.cancel()
 
 
 class _Listener:
     """What one stream has still to send, and what wakes it."""
 
-    __slots__ = ("chunk", "waiting")
+    __slots__ = ("is_lost", "newest", "waiting", "_kept")
 
     def __init__(self) -> None:
-        self.chunk = b""
+        self.newest = b""
+        self._kept: list[bytes] = []
+        #: So far behind that something had to be left out.
+        self.is_lost = False
         self.waiting: asyncio.Future[None] | None = None
 
+    def keep(self, chunk: bytes) -> None:
+        if len(self._kept) < MOST_KEPT:
+            self._kept.append(chunk)
+        else:
+            self.is_lost = True
+
     def take(self) -> bytes:
-        chunk, self.chunk = self.chunk, b""
+        chunk = b"".join([*self._kept, self.newest])
+        self._kept.clear()
+        self.newest = b""
         return chunk
 
     def wake(self) -> None:
@@ -103,12 +129,15 @@ class EventStreamResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, stream: EventStream, first: bytes) -> None:
+    def __init__(self, stream: EventStream, first: Callable[[], bytes]) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._stream = stream
         self._first = first
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # ASGI's signature
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await self._stream.serve(receive, send, self._first)
+        if scope["method"] == "HEAD":
+            await send({"type": "http.response.body", "body": b""})
+        else:
+            await self._stream.serve(receive, send, self._first)

@@ -12,13 +12,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 
 from gpu_worker_pool import __version__
+from gpu_worker_pool.gpu_server.rows import driver_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from prometheus_client.core import Metric
 
-    from gpu_worker_pool.gpu_server.view import HostView
+    from gpu_worker_pool.gpu_server.view import HostView, Shown
     from gpu_worker_pool.hardware.samples import GPUSample
 
 _BYTES_PER_MB: Final = 1024 * 1024
@@ -72,8 +73,8 @@ class _Collector:
         yield build
         yield from self._sampling()
         # What is too old to be told by the other routes is not told here either.
-        if self._view.answer("count").status == 200:
-            yield from self._gpus()
+        if (shown := self._view.usable()) is not None:
+            yield from _gpus(shown)
 
     def _sampling(self) -> Iterator[Metric]:
         health = self._view.health()
@@ -94,23 +95,21 @@ class _Collector:
                 value=last.took_seconds,
             )
 
-    def _gpus(self) -> Iterator[Metric]:
-        shown = self._view.shown
-        if shown is None:
-            return
-        gpus = shown.visibility.gpus
-        yield GaugeMetricFamily("gpu_pool_gpus", "GPUs that this server shows.", value=len(gpus))
-        info = GaugeMetricFamily(
-            "gpu_pool_gpu_info", "What the GPU is.", labels=["gpu", "uuid", "name", "pci_bus_id", "driver_version"]
-        )
+
+def _gpus(shown: Shown) -> Iterator[Metric]:
+    gpus = shown.visibility.gpus
+    yield GaugeMetricFamily("gpu_pool_gpus", "GPUs that this server shows.", value=len(gpus))
+    info = GaugeMetricFamily(
+        "gpu_pool_gpu_info", "What the GPU is.", labels=["gpu", "uuid", "name", "pci_bus_id", "driver_version"]
+    )
+    driver_version = driver_facts(shown.sample)["driver_version"] or ""
+    for gpu in gpus:
+        info.add_metric([str(gpu.index), gpu.identity, gpu.name, gpu.pci_bus_id or "", driver_version], 1)
+    yield info
+    for name, documentation, take in _GAUGES:
+        family = GaugeMetricFamily(f"gpu_pool_gpu_{name}", documentation, labels=["gpu", "uuid"])
         for gpu in gpus:
-            labels = [str(gpu.index), gpu.identity, gpu.name, gpu.pci_bus_id or "", shown.answer.driver_version or ""]
-            info.add_metric(labels, 1)
-        yield info
-        for name, documentation, take in _GAUGES:
-            family = GaugeMetricFamily(f"gpu_pool_gpu_{name}", documentation, labels=["gpu", "uuid"])
-            for gpu in gpus:
-                value = take(gpu)
-                if value is not None:
-                    family.add_metric([str(gpu.index), gpu.identity], value)
-            yield family
+            value = take(gpu)
+            if value is not None:
+                family.add_metric([str(gpu.index), gpu.identity], value)
+        yield family

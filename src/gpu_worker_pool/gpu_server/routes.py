@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import HTTPException, Query, Request, Response
 
 from gpu_worker_pool.gpu_server import schemas
-from gpu_worker_pool.gpu_server.events import EventStreamResponse, event
+from gpu_worker_pool.gpu_server.events import EventStreamResponse, event, json_event
 from gpu_worker_pool.gpu_server.metrics import render
-from gpu_worker_pool.gpu_server.rows import history_row
-from gpu_worker_pool.gpu_server.view import HostView, Kind, now_text
+from gpu_worker_pool.gpu_server.rows import driver_facts, history_row
+from gpu_worker_pool.gpu_server.view import Answer
+from gpu_worker_pool.hardware.sampler import boot_time
+from gpu_worker_pool.hardware.samples import DriverAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.gpu_server.hot import HotFastAPI
     from gpu_worker_pool.gpu_server.settings import ServerSettings
+    from gpu_worker_pool.gpu_server.view import Health, HostView, Kind, Shown
 
 _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
     503: {"model": schemas.Problem, "description": "No sample is recent enough to be told; the body names the cause."}
@@ -39,7 +43,7 @@ _HOME = {
 FEATURES = ["history", "metrics", "events"]
 
 
-def add_routes(app: HotFastAPI, settings: ServerSettings, view: HostView) -> None:
+def add_routes(app: HotFastAPI, settings: ServerSettings) -> None:
     def add(path: str, endpoint: Callable[..., Any], model: type[BaseModel] | None = None, **kwargs: Any) -> None:
         path = settings.api_prefix + path
         app.add_api_route(path, endpoint, methods=["GET"], response_model=model, **kwargs)
@@ -47,11 +51,10 @@ def add_routes(app: HotFastAPI, settings: ServerSettings, view: HostView) -> Non
 
     def add_hot(path: str, kind: Kind, model: type[BaseModel], summary: str) -> None:
         async def endpoint() -> Response:
-            answer = view.answer(kind)
-            return Response(answer.body, answer.status, media_type="application/json")
+            return _as_json(app.view.answer(kind))
 
         add(path, endpoint, model, summary=summary, name=kind, responses=_UNAVAILABLE)
-        app.hot[settings.api_prefix + path] = lambda: view.answer(kind)
+        app.hot[settings.api_prefix + path] = kind
 
     async def home() -> dict[str, Any]:
         """What this server offers."""
@@ -61,31 +64,32 @@ def add_routes(app: HotFastAPI, settings: ServerSettings, view: HostView) -> Non
 
     async def config() -> dict[str, Any]:
         """How it is configured: these settings, and nothing else of the environment."""
-        return _config(settings, view)
+        return _config(settings, app.view)
 
     async def health() -> dict[str, Any]:
         """Always 200; `status` says whether the readings can be relied on, `error` why not."""
-        return _health(view)
+        return _health(app.view)
 
     async def history(
         gpu_id: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="Only this GPU.")] = None,
         limit: Annotated[int | None, Query(ge=1, le=10_000, description="Only the newest so many readings.")] = None,
     ) -> Response:
         """The last readings of every GPU that is shown, oldest first."""
-        body = _history(settings, view, gpu_id, limit)
-        return Response(json.dumps(body, allow_nan=False), media_type="application/json")
+        return _as_json(_history(app.view, gpu_id, limit))
 
     async def metrics(request: Request) -> Response:
         """In the text format of Prometheus, or as OpenMetrics where that is asked for."""
-        body, content_type = render(view, request.headers.get("accept", ""))
+        body, content_type = render(app.view, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
-    async def events(request: Request) -> Response:
-        """`snapshot` events hold what `/gpu/stats` answers, `health` events what changed in `/health`."""
-        shown, answer = view.shown, view.answer("stats")
-        is_known = shown is not None and answer.status == 200
-        first = event("snapshot", answer.body, shown.sample.number) if shown and is_known else b""
-        return EventStreamResponse(request.app.state.events, first)
+    async def events() -> Response:
+        """`snapshot`: what `/gpu/stats` answers, with every sample. `health`: when it changes, and at the beginning."""
+
+        def first() -> bytes:
+            shown = app.view.usable()
+            return health_event(app.view.health()) + (b"" if shown is None else snapshot_event(shown))
+
+        return EventStreamResponse(app.events, first)
 
     add("/", home, schemas.Home)
     add("/config", config, schemas.Config)
@@ -94,8 +98,21 @@ def add_routes(app: HotFastAPI, settings: ServerSettings, view: HostView) -> Non
     add_hot("/gpu/summary", "summary", schemas.Summary, "What an allocator needs to know, in short")
     add("/gpu/history", history, schemas.History, responses=_UNAVAILABLE | _NOT_FOUND)
     add("/health", health, schemas.HealthBody)
-    add("/metrics", metrics, responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
+    formats: dict[str, Any] = {"text/plain": {}, "application/openmetrics-text": {}}
+    add("/metrics", metrics, responses={200: {"content": formats}}, response_class=Response)
     add("/events", events, responses={200: {"content": {"text/event-stream": {}}}}, response_class=Response)
+
+
+def snapshot_event(shown: Shown) -> bytes:
+    return event("snapshot", shown.body("stats", boot_time()))
+
+
+def health_event(health: Health) -> bytes:
+    return json_event("health", {"status": health.status, "error": health.cause, "error_code": health.code})
+
+
+def _as_json(answer: Answer) -> Response:
+    return Response(answer.body, answer.status, media_type="application/json")
 
 
 def _config(settings: ServerSettings, view: HostView) -> dict[str, Any]:
@@ -137,33 +154,34 @@ def _health(view: HostView) -> dict[str, Any]:
     return {
         "status": health.status,
         "nvidia_smi_available": view.nvidia_smi_available,
-        "timestamp": now_text(),
+        "timestamp": datetime.now().isoformat(),
         "error": health.cause,
         "error_code": health.code,
         "sample_age_seconds": None if health.sample_age_seconds is None else round(health.sample_age_seconds, 3),
         "gpu_count": None if shown is None else len(shown.visibility.gpus),
-        "backend": None if shown is None else shown.answer.backend,
-        "driver_version": None if shown is None else shown.answer.driver_version,
+        **driver_facts(None if shown is None else shown.sample),
     }
 
 
-def _history(settings: ServerSettings, view: HostView, gpu_id: int | None, limit: int | None) -> dict[str, Any]:
-    shown = view.shown
-    if shown is None:
-        raise HTTPException(503, view.health().cause)
-    gpus = [gpu for gpu in shown.visibility.gpus if gpu_id is None or gpu.index == gpu_id]
+def _history(view: HostView, gpu_id: int | None, limit: int | None) -> Answer:
+    if view.shown is None:
+        return view.problem()
+    visible = view.shown.visibility.gpus
+    gpus = [gpu for gpu in visible if gpu_id is None or gpu.index == gpu_id]
     if gpu_id is not None and not gpus:
-        raise HTTPException(404, f"there is no GPU {gpu_id}; shown: {[gpu.index for gpu in shown.visibility.gpus]}")
-    samples = view.history()
+        raise HTTPException(404, f"there is no GPU {gpu_id}; shown: {[gpu.index for gpu in visible]}")
     readings: dict[str, list[dict[str, Any]]] = {gpu.identity: [] for gpu in gpus}
+    samples = list(view.history)
     for sample in samples[-limit:] if limit else samples:
-        for gpu in sample.gpus:
+        assert isinstance(sample.answer, DriverAnswer)  # no other is kept
+        for gpu in sample.answer.gpus:
             if gpu.identity in readings:
                 readings[gpu.identity].append(history_row(sample, gpu))
-    return {
-        "max_history": settings.max_history,
+    body = {
+        "max_history": view.history.maxlen,
         "gpus": [
             {"gpu_id": gpu.index, "name": gpu.name, "uuid": gpu.uuid, "readings": readings[gpu.identity]}
             for gpu in gpus
         ],
     }
+    return Answer(200, json.dumps(body, allow_nan=False).encode())

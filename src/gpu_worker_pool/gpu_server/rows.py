@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gpu_worker_pool.hardware.samples import DriverAnswer
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gpu_worker_pool.core.readings import ProcessReading
-    from gpu_worker_pool.hardware.samples import DriverAnswer, GPUSample, MIGSample, Sample
+    from gpu_worker_pool.hardware.samples import GPUSample, MIGSample, Sample
 
 
-def stats_body(sample: Sample, answer: DriverAnswer, gpus: Sequence[GPUSample]) -> dict[str, Any]:
+def stats_body(sample: Sample, gpus: Sequence[GPUSample]) -> dict[str, Any]:
     return {
         "gpu_count": len(gpus),
         "gpus": [_stats_row(gpu) for gpu in gpus],
         "timestamp": sample.timestamp,
-        "backend": answer.backend,
-        "driver_version": answer.driver_version,
+        **driver_facts(sample),
     }
+
+
+def driver_facts(sample: Sample | None) -> dict[str, Any]:
+    if sample is None or not isinstance(sample.answer, DriverAnswer):
+        return {"backend": None, "driver_version": None}
+    return {"backend": sample.answer.backend, "driver_version": sample.answer.driver_version}
 
 
 def summary_body(sample: Sample, gpus: Sequence[GPUSample]) -> dict[str, Any]:
@@ -48,7 +55,7 @@ def history_row(sample: Sample, gpu: GPUSample) -> dict[str, Any]:
     return {
         "timestamp": sample.timestamp,
         "memory_used_mb": gpu.memory_used_mb,
-        "memory_usage_percent": gpu.memory_usage_percent,
+        "memory_usage_percent": _rounded(gpu.memory_usage_percent),
         "utilization_percent": gpu.utilization_percent,
         "temperature_c": gpu.temperature_c,
         "power_draw_w": gpu.power_draw_w,
@@ -91,7 +98,7 @@ def _summary_row(gpu: GPUSample) -> dict[str, Any]:
     return {
         "gpu_id": gpu.index,
         "name": gpu.name,
-        "memory_usage_percent": gpu.memory_usage_percent,
+        "memory_usage_percent": _rounded(gpu.memory_usage_percent),
         "utilization_percent": gpu.utilization_percent,
         "uuid": gpu.uuid,
         "memory_total_mb": gpu.memory_total_mb,
@@ -108,7 +115,7 @@ def _memory(device: GPUSample | MIGSample) -> dict[str, Any]:
         "total_mb": device.memory_total_mb,
         "used_mb": device.memory_used_mb,
         "free_mb": device.memory_free_mb,
-        "usage_percent": device.memory_usage_percent,
+        "usage_percent": _rounded(device.memory_usage_percent),
     }
 
 
@@ -119,6 +126,10 @@ def _processes(processes: tuple[ProcessReading, ...] | None) -> list[dict[str, A
         {"pid": process.pid, "name": process.name, "user": process.user, "memory_used_mb": process.memory_used_mb}
         for process in processes
     ]
+
+
+def _rounded(percent: float | None) -> float | None:
+    return None if percent is None else round(percent, 2)
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""The shapes of the answers, for OpenAPI. Nothing is built from them: the bodies are made once a sample, in `rows`."""
+"""The shapes of the answers, for OpenAPI. Those of the GPU routes are made once a sample, in `rows`, not from these."""
 
 from __future__ import annotations
 

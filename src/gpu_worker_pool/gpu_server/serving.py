@@ -39,6 +39,7 @@ def serve(settings: ServerSettings) -> None:
         log_config=config,
         log_level=settings.log_level,
         access_log=settings.access_log,
+        ws="none",
         http="gpu_worker_pool.gpu_server.connections:GuardedProtocol",
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )

@@ -43,18 +43,24 @@ def read_environment() -> dict[str, str]:
 
 def get_bool_env(key: str, default: bool, environ: Mapping[str, str] | None = None) -> bool:
     """`true`, `1`, `yes`, `on` and their opposites, in any case."""
-    return _get(key, default, environ, _parse_bool)
+    return _get(key, default, environ, _parse_bool, _log_problem)
 
 
 def get_float_env(key: str, default: float, environ: Mapping[str, str] | None = None) -> float:
-    return _get(key, default, environ, _parse_float)
+    return _get(key, default, environ, _parse_float, _log_problem)
 
 
 def get_int_env(key: str, default: int, environ: Mapping[str, str] | None = None) -> int:
-    return _get(key, default, environ, int)
+    return _get(key, default, environ, int, _log_problem)
 
 
-def _get(key: str, default: T, environ: Mapping[str, str] | None, parse: Callable[[str], T]) -> T:
+def _get(
+    key: str,
+    default: T,
+    environ: Mapping[str, str] | None,
+    parse: Callable[[str], T],
+    complain: Callable[[str], object],
+) -> T:
     text = (read_environment() if environ is None else environ).get(key, "").strip()
     if not text:
         return default
@@ -62,8 +68,12 @@ def _get(key: str, default: T, environ: Mapping[str, str] | None, parse: Callabl
         return parse(text)
     except ValueError as reason:
         # The value may be anything, also a secret in the wrong place: cut it short, keep it on one line.
-        logger.error("%s=%.40r cannot be used (%s): using %r", key, text, reason, default)  # noqa: TRY400  # no bug
+        complain(f"{key}={text[:40]!r} cannot be used ({str(reason)[:200]}): using {default!r}")
         return default
+
+
+def _log_problem(problem: str) -> None:
+    logger.error("%s", problem)
 
 
 def _parse_bool(text: str) -> bool:
@@ -143,19 +153,24 @@ class ServerSettings:
     #: None where the variable is not set: all GPUs are shown. Empty: none.
     cuda_visible_devices: str | None = None
     gpu_backend: str = "auto"
+    #: Where processes of this host meet; None for where they usually do.
+    state_dir: str | None = None
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
+    def from_environment(
+        cls, environ: Mapping[str, str] | None = None, complain: Callable[[str], object] = _log_problem
+    ) -> Self:
+        """`complain` is told of every value that cannot be used."""
         env = read_environment() if environ is None else environ
 
         def get(key: str, default: T, parse: Callable[[str], T]) -> T:
-            return _get(key, default, env, parse)
+            return _get(key, default, env, parse, complain)
 
         workers = get("WORKERS", cls.workers, _within(int, 1, 1024))
         docs_url = get("DOCS_URL", cls.docs_url, _parse_path)
         redoc_url = get("REDOC_URL", cls.redoc_url, _parse_path)
         if docs_url == redoc_url:
-            logger.error("DOCS_URL and REDOC_URL are both %r: using %r and %r", docs_url, cls.docs_url, cls.redoc_url)
+            complain(f"DOCS_URL and REDOC_URL are both {docs_url!r}: using {cls.docs_url!r} and {cls.redoc_url!r}")
             docs_url, redoc_url = cls.docs_url, cls.redoc_url
         return cls(
             host=get("HOST", cls.host, str),
@@ -176,5 +191,6 @@ class ServerSettings:
             max_history=get("MAX_HISTORY", cls.max_history, _within(int, 1, 10_000)),
             log_format=get("LOG_FORMAT", cls.log_format, _parse_log_format),
             cuda_visible_devices=env.get("CUDA_VISIBLE_DEVICES"),
+            state_dir=get("GPU_POOL_STATE_DIR", cls.state_dir, str),
             gpu_backend=get("GPU_BACKEND", cls.gpu_backend, check_backend),
         )

@@ -1,26 +1,34 @@
-"""What the server shows of its host: the newest sample as every route tells it. The bytes are built once a sample."""
+"""What the server shows of its host: the newest sample as every route tells it. Belongs to the event loop's thread."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from gpu_worker_pool.gpu_server.rows import count_body, stats_body, summary_body
 from gpu_worker_pool.hardware.readers.nvidia_smi import nvidia_smi_available
-from gpu_worker_pool.hardware.sampler import TAKE_OVER_INTERVALS, Sampler, boot_time
-from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, Sample
+from gpu_worker_pool.hardware.sampler import TAKE_OVER_INTERVALS, Seen, boot_time
+from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
 from gpu_worker_pool.hardware.visibility import Visibility, VisibilityFilter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpu_worker_pool.hardware.samples import Sample
+
 Status = Literal["healthy", "degraded", "unhealthy"]
 Kind = Literal["stats", "summary", "count"]
 
-#: However long the interval, this old may a sample be and still be told.
-USABLE_SECONDS = 15.0
+#: However short the interval, this old may a sample be and still be told.
+USABLE_SECONDS: Final = 15.0
+
+_BODIES: Final[dict[Kind, Callable[[Sample, Any], dict[str, Any]]]] = {
+    "stats": stats_body,
+    "summary": summary_body,
+    "count": count_body,
+}
 
 
 class Answer(NamedTuple):
@@ -30,12 +38,19 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One sample as it is shown: what is visible of it, and the routes' bodies but for the age at their end."""
+    """One sample as it is shown. A body is built when it is first asked for, and then kept."""
 
     sample: Sample
-    answer: DriverAnswer
     visibility: Visibility
-    bodies: dict[Kind, bytes]
+    _bodies: dict[Kind, bytes] = field(default_factory=dict)
+
+    def body(self, kind: Kind, now: float) -> bytes:
+        opening = self._bodies.get(kind)
+        if opening is None:
+            body = _BODIES[kind](self.sample, self.visibility.gpus)
+            # Without the last brace: the age comes behind it, anew for everybody who asks.
+            opening = self._bodies[kind] = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()[:-1]
+        return b'%b,"sample_age_seconds":%.3f}' % (opening, max(now - self.sample.begun_at, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,86 +64,67 @@ class Health:
 
 
 class HostView:
-    """Fed by the sampler's thread, asked by the event loop's."""
+    """`see` says what is known at this moment of the sampler, `clock` what time it is."""
 
-    def __init__(self, visible_devices: str | None, interval_seconds: float) -> None:
+    def __init__(
+        self,
+        see: Callable[[], Seen],
+        *,
+        visible_devices: str | None = None,
+        interval_seconds: float = 1.0,
+        max_history: int = 100,
+        clock: Callable[[], float] = boot_time,
+    ) -> None:
         self.filter = VisibilityFilter(visible_devices)
-        self.usable_seconds = max(USABLE_SECONDS, TAKE_OVER_INTERVALS * interval_seconds)
-        #: When a sample is late, though not yet too old to be told.
-        self._late_seconds = TAKE_OVER_INTERVALS * interval_seconds + 1.0
         self.shown: Shown | None = None
-        self.nvidia_smi_available = False
-        self._sampler: Sampler | None = None
-        self._listeners: list[Callable[[Shown], object]] = []
-
-    def follow(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-
-    def on_shown(self, listener: Callable[[Shown], object]) -> None:
-        """`listener` is called in the sampler's thread."""
-        self._listeners.append(listener)
+        #: The samples that told something, oldest first.
+        self.history: deque[Sample] = deque(maxlen=max_history)
+        self.nvidia_smi_available = nvidia_smi_available()
+        self._see = see
+        self._clock = clock
+        self._usable_seconds = max(USABLE_SECONDS, TAKE_OVER_INTERVALS * interval_seconds)
+        #: When a sample is late, though not yet too old to be told.
+        self._late_seconds = min(TAKE_OVER_INTERVALS * interval_seconds + 1.0, self._usable_seconds)
 
     def take(self, sample: Sample) -> None:
-        self.nvidia_smi_available = nvidia_smi_available()
-        if isinstance(sample.answer, DriverFailure):
-            return
-        visibility = self.filter.apply(sample.answer.gpus)
-        self.shown = Shown(
-            sample,
-            sample.answer,
-            visibility,
-            {
-                "stats": _open_ended(stats_body(sample, sample.answer, visibility.gpus)),
-                "summary": _open_ended(summary_body(sample, visibility.gpus)),
-                "count": _open_ended(count_body(sample, visibility.gpus)),
-            },
-        )
-        for listener in self._listeners:
-            listener(self.shown)
+        if isinstance(sample.answer, DriverAnswer):
+            self.shown = Shown(sample, self.filter.apply(sample.answer.gpus))
+            self.history.append(sample)
+        else:
+            self.nvidia_smi_available = nvidia_smi_available()
 
     # --- what routes ask ---
 
-    def answer(self, kind: Kind) -> Answer:
+    def usable(self) -> Shown | None:
+        """What is shown, unless it is too old to be told."""
         shown = self.shown
-        if shown is not None:
-            age = boot_time() - shown.sample.begun_at
-            if age <= self.usable_seconds:
-                return Answer(200, b'%b,"sample_age_seconds":%.3f}' % (shown.bodies[kind], age))
+        is_usable = shown is not None and self._clock() - shown.sample.begun_at <= self._usable_seconds
+        return shown if is_usable else None
+
+    def answer(self, kind: Kind) -> Answer:
+        shown = self.usable()
+        return self.problem() if shown is None else Answer(200, shown.body(kind, self._clock()))
+
+    def problem(self) -> Answer:
         health = self.health()
         return Answer(503, json.dumps({"detail": health.cause, "error": health.code}).encode())
 
+    def last_sample(self) -> Sample | None:
+        return self._see().last
+
     def health(self) -> Health:
-        seen = self._sampler.seen if self._sampler is not None else None
-        if seen is None:
-            return Health("unhealthy", "the server is starting", "no_sample_yet")
-        now = boot_time()
-        age = None if seen.good is None else max(now - seen.good.begun_at, 0.0)
-        status: Status = "degraded" if age is not None and age <= self.usable_seconds else "unhealthy"
-        last_begun_at = seen.last.begun_at if seen.last is not None else seen.probing_since
-        is_late = last_begun_at is not None and now - last_begun_at > self._late_seconds
+        seen, now = self._see(), self._clock()
+        age = None if self.shown is None else max(now - self.shown.sample.begun_at, 0.0)
+        status: Status = "degraded" if age is not None and age <= self._usable_seconds else "unhealthy"
+        waiting_since = seen.probing_since if seen.last is None else seen.last.begun_at
+        is_late = waiting_since is not None and now - waiting_since > self._late_seconds
         if is_late and seen.probing_since is not None:
             waited = now - seen.probing_since
             return Health(status, f"the driver has not answered for {waited:.1f} s", "driver_hangs", age)
-        if seen.last is None:
+        if isinstance(failure := seen.last.answer if seen.last else None, DriverFailure):
+            return Health(status, failure.message, failure.code, age)
+        if age is None:
             return Health(status, "no sample was taken yet", "no_sample_yet", age)
-        if isinstance(seen.last.answer, DriverFailure):
-            return Health(status, seen.last.answer.message, seen.last.answer.code, age)
-        if is_late:
+        if is_late or status == "unhealthy":
             return Health(status, f"the last sample is {age:.1f} s old", "sample_late", age)
         return Health("healthy", None, None, age)
-
-    def history(self) -> tuple[Sample, ...]:
-        # One step of the interpreter, so that no sample comes in between.
-        return () if self._sampler is None else tuple(self._sampler.history)
-
-    def last_sample(self) -> Sample | None:
-        return None if self._sampler is None else self._sampler.seen.last
-
-
-def _open_ended(body: dict[str, Any]) -> bytes:
-    """Without the last brace: the age comes behind it when somebody asks."""
-    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()[:-1]
-
-
-def now_text() -> str:
-    return datetime.now().isoformat()

@@ -11,8 +11,9 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
-from collections import deque
+import stat
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -35,17 +36,16 @@ class SampleLog:
     def __init__(self, directory: Path, hardware: str, *, keep: int) -> None:
         """`hardware` tells real GPUs from simulated ones; `keep`: how many samples a newcomer may want to see."""
         self._path = directory / f"readings-{hardware}-v{_FORMAT}.jsonl"
+        #: Whoever wants the most of all who write it decides.
         self._keep = keep
         self._boot_id = boot_id()
         self._last_number = 0
-        #: The lines to write again once the file is twice as long as it need be.
-        self._lines: deque[bytes] = deque(maxlen=keep)
         self._file = self._lock = -1
         self._open()
 
     def _open(self) -> None:
         self.close()
-        #: How far the file was read, and of which rewriting of it.
+        #: How far the file was read, and of which rewriting of it; None where it must be rewritten first.
         self._offset = 0
         self._generation: int | None = None
         self._lines_in_file = 0
@@ -65,7 +65,7 @@ class SampleLog:
             self._open()  # somebody tidied up: what is locked here would be locked by nobody else
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             return False
         return True
 
@@ -77,18 +77,19 @@ class SampleLog:
     def follow(self) -> list[Sample]:
         """What was appended since the last call, oldest first."""
         header = _parse(os.pread(self._file, 256, 0).partition(b"\n")[0])
-        if header.get("boot") != self._boot_id:
+        generation, keep = header.get("generation"), header.get("keep")
+        if header.get("boot") != self._boot_id or type(generation) is not int or type(keep) is not int:
+            self._generation = None
             return []
-        if header.get("generation") != self._generation:
-            self._generation = header.get("generation")
+        self._keep = max(self._keep, keep)
+        if generation != self._generation:
+            self._generation = generation
             self._offset = self._lines_in_file = 0
-            self._lines.clear()
         found = []
         for line in self._new_lines():
             sample = _decode(line)
             if sample is None:
                 continue  # the header; or half a line, of a write that failed
-            self._lines.append(line)
             self._lines_in_file += 1
             # A rewritten file begins with what was already seen.
             if sample.number > self._last_number:
@@ -97,38 +98,42 @@ class SampleLog:
         return found
 
     def _new_lines(self) -> list[bytes]:
+        whole, newline, _ = self._read_from(self._offset).rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return whole.split(b"\n") if whole else []
+
+    def _read_from(self, offset: int) -> bytes:
         chunks = []
-        offset = self._offset
         while chunk := os.pread(self._file, _READ_BYTES, offset):
             chunks.append(chunk)
             offset += len(chunk)
-        whole, newline, _ = b"".join(chunks).rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        return whole.split(b"\n") if whole else []
+        return b"".join(chunks)
 
     # --- writing: only with the lock, and after `follow` ---
 
     def append(self, sample: Sample) -> None:
         line = _encode(sample)
-        self._lines.append(line)
         self._last_number = sample.number
-        if self._generation is None or self._lines_in_file >= 2 * self._keep:
-            self._rewrite()
+        if self._generation is None:
+            self._rewrite([line])
+            return
+        if self._lines_in_file >= 2 * self._keep:
+            kept = [line for line in self._read_from(0).split(b"\n") if _decode(line) is not None]
+            self._rewrite([*kept[1 - self._keep :], line] if self._keep > 1 else [line])
             return
         end = os.fstat(self._file).st_size
         # Behind half a line that somebody left, the newline makes it one that is skipped.
-        content = (b"\n" if end > self._offset else b"") + line + b"\n"
-        self._write(content, end)
+        self._write((b"\n" if end > self._offset else b"") + line + b"\n", end)
         self._lines_in_file += 1
 
-    def _rewrite(self) -> None:
+    def _rewrite(self, lines: list[bytes]) -> None:
         generation = self._last_number  # grows, and so differs from every one before
-        header = json.dumps({"boot": self._boot_id, "generation": generation}).encode()
-        os.ftruncate(self._file, 0)
+        header = json.dumps({"boot": self._boot_id, "generation": generation, "keep": self._keep}).encode()
         self._generation = None
-        self._write(b"\n".join([header, *self._lines, b""]), 0)
+        os.ftruncate(self._file, 0)
+        self._write(b"\n".join([header, *lines, b""]), 0)
         self._generation = generation
-        self._lines_in_file = len(self._lines)
+        self._lines_in_file = len(lines)
 
     def _write(self, content: bytes, offset: int) -> None:
         written = os.pwrite(self._file, content, offset)
@@ -138,14 +143,20 @@ class SampleLog:
 
 
 def _open_shared(path: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):
+    # No symbolic link: in a folder that others may write to, it would be written to whatever they point it at.
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
         # Without O_CREAT: the kernel refuses that for a file of another user in a folder that all may write to.
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    # The folder decides who may come in; the umask of whoever came first does not.
-    if path.parent.stat().st_mode & 0o022:
-        with contextlib.suppress(OSError):
-            os.fchmod(descriptor, 0o666)
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
+        # The folder decides who may come in; the umask of whoever came first does not.
+        if path.parent.stat().st_mode & 0o022:
+            with contextlib.suppress(OSError):
+                os.fchmod(descriptor, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return descriptor
 
 
@@ -155,7 +166,7 @@ def _open_shared(path: Path) -> int:
 def _parse(line: bytes) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return entry if isinstance(entry, dict) else {}
 
@@ -186,8 +197,8 @@ def _decode(line: bytes) -> Sample | None:
         return None
     # What is reckoned with is looked at; the rest is only shown.
     numbers = (sample.number, sample.failed_total, sample.begun_at, sample.took_seconds)
-    is_sane = all(type(number) in {int, float} for number in numbers) and isinstance(sample.timestamp, str)
-    return sample if is_sane else None
+    is_sane = all(type(number) in {int, float} and 0 <= number < math.inf for number in numbers)
+    return sample if is_sane and isinstance(sample.timestamp, str) else None
 
 
 def _decode_gpu(gpu: dict[str, Any]) -> GPUSample:

@@ -7,9 +7,9 @@ and the samples age. Nobody who wants to know something waits for it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -31,6 +31,8 @@ TAKE_OVER_INTERVALS = 3
 FOLLOW_SECONDS = 0.1
 #: Whatever goes wrong, the thread does not spin.
 SHORTEST_TURN_SECONDS = 0.01
+#: How long to do without the file that the samples are shared by, once it could not be used.
+REOPEN_SECONDS = 10.0
 
 
 def boot_time() -> float:
@@ -45,7 +47,7 @@ class Seen:
     #: The last attempt that told something, and the last attempt.
     good: Sample | None = None
     last: Sample | None = None
-    #: Since when the driver has owed this process an answer, on the clock of `boot_time`.
+    #: Since when the driver has owed somebody on this host an answer, on the clock of `boot_time`.
     probing_since: float | None = None
 
 
@@ -57,37 +59,36 @@ class Sampler:
         reader: Reader,
         *,
         interval_seconds: float,
-        keep: int,
         on_sample: Callable[[Sample], object],
         open_log: Callable[[], SampleLog] | None = None,
     ) -> None:
         self.interval_seconds = interval_seconds
         self.seen = Seen()
-        #: The samples that told something, oldest first.
-        self.history: deque[Sample] = deque(maxlen=keep)
         self._reader = reader
         self._on_sample = on_sample
         self._open_log = open_log
+        self._open_log_at = 0.0
         self._log: SampleLog | None = None
         #: Whether the last sample was this process's own, so that the next one is its turn too.
         self._is_asking = False
         self._complaint = ""
         self._woken = threading.Event()
-        self._fresh_wanted = False
+        #: A sample that began before this is not fresh enough for somebody.
+        self._wanted_after = -math.inf
         self._is_stopping = False
-        self._first = threading.Event()
+        self._is_up_to_date = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-sampler", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def wait_for_first(self, timeout_seconds: float) -> bool:
-        """Whether something, good or bad, is known by then."""
-        return self._first.wait(timeout_seconds)
+    def wait_until_up_to_date(self, timeout_seconds: float) -> bool:
+        """Whether the present state of the GPUs, good or bad, is known by then."""
+        return self._is_up_to_date.wait(timeout_seconds)
 
-    def want_fresh(self) -> None:
-        """Ask the driver now instead of at the next turn."""
-        self._fresh_wanted = True
+    def want_fresh(self, begun_after: float) -> None:
+        """Ask the driver now instead of at the next turn, unless somebody else has since that moment."""
+        self._wanted_after = max(self._wanted_after, begun_after)
         self._woken.set()
 
     def stop(self, timeout_seconds: float = 1.0) -> bool:
@@ -104,54 +105,40 @@ class Sampler:
             while not self._is_stopping:
                 try:
                     self._turn()
+                    wait = max(self._seconds_to_next_turn(), SHORTEST_TURN_SECONDS)
                 except Exception:  # a sampler that ends would leave the readings to age for ever
                     logger.exception("sampling failed; trying again")
-                self._woken.wait(max(self._seconds_to_next_turn(), SHORTEST_TURN_SECONDS))
+                    wait = self.interval_seconds
+                self._woken.wait(wait)
                 self._woken.clear()
         finally:
             self._reader.close()
-            if self._log is not None:
-                self._log.close()
+            self._drop_log()
 
     def _turn(self) -> None:
         self._follow()
-        if not (self._fresh_wanted or self._is_due()):
-            return
-        log = self._log
-        if log is not None and not log.try_lock():
-            self._is_asking = False
-            return
-        try:
-            # Whoever had the lock until now may just have sampled.
-            self._follow()
-            if self._fresh_wanted or self._is_due():
-                self._fresh_wanted = False
-                self._probe()
-        finally:
-            if log is not None:
-                log.unlock()
-
-    def _follow(self) -> None:
-        if self._log is None and self._open_log is not None:
-            try:
-                self._log = self._open_log()
-            except OSError as error:
-                logger.warning("cannot share readings with other processes (%s): reading the GPUs alone", error)
-                self._open_log = None
-        if self._log is None:
-            return
-        try:
-            samples = self._log.follow()
-        except OSError as error:
-            self._complain(error)
-            return
-        for sample in samples:
-            self._is_asking = False
-            self._take(sample)
+        if self._is_due():
+            if self._try_lock():
+                try:
+                    # Whoever had the lock until now may just have sampled.
+                    self._follow()
+                    if self._is_due():
+                        self._probe()
+                finally:
+                    self._unlock()
+            else:
+                self._is_asking = False
+                if self.seen.probing_since is None:
+                    self.seen = Seen(self.seen.good, self.seen.last, probing_since=boot_time())
+        if not self._is_due():
+            self._is_up_to_date.set()
 
     def _is_due(self) -> bool:
         last = self.seen.last
-        return last is None or boot_time() - last.begun_at >= self._patience_seconds()
+        if last is None or last.begun_at < self._wanted_after:
+            return True
+        age = boot_time() - last.begun_at
+        return not 0 <= age < self._patience_seconds()
 
     def _patience_seconds(self) -> float:
         return self.interval_seconds * (1 if self._is_asking or self._log is None else TAKE_OVER_INTERVALS)
@@ -187,6 +174,44 @@ class Sampler:
         self._share(sample)
         self._take(sample)
 
+    def _take(self, sample: Sample) -> None:
+        is_good = isinstance(sample.answer, DriverAnswer)
+        self.seen = Seen(sample if is_good else self.seen.good, sample)
+        self._on_sample(sample)
+
+    # --- sharing: whatever becomes of the file, this process goes on by itself ---
+
+    def _follow(self) -> None:
+        if self._log is None and self._open_log is not None and boot_time() >= self._open_log_at:
+            try:
+                self._log = self._open_log()
+            except OSError as error:
+                self._complain(error)
+        if self._log is None:
+            return
+        try:
+            samples = self._log.follow()
+        except OSError as error:
+            self._complain(error)
+            return
+        for sample in samples:
+            self._is_asking = False
+            self._take(sample)
+
+    def _try_lock(self) -> bool:
+        """False only where another process has it."""
+        if self._log is None:
+            return True
+        try:
+            return self._log.try_lock()
+        except OSError as error:
+            self._complain(error)
+            return True
+
+    def _unlock(self) -> None:
+        if self._log is not None:
+            self._log.unlock()
+
     def _share(self, sample: Sample) -> None:
         if self._log is None:
             return
@@ -201,12 +226,11 @@ class Sampler:
     def _complain(self, error: OSError) -> None:
         if str(error) != self._complaint:
             self._complaint = str(error)
-            logger.warning("cannot share readings with other processes: %s", error)
+            logger.warning("cannot share readings with other processes, reading the GPUs alone: %s", error)
+        self._drop_log()
 
-    def _take(self, sample: Sample) -> None:
-        is_good = isinstance(sample.answer, DriverAnswer)
-        self.seen = Seen(sample if is_good else self.seen.good, sample)
-        if is_good:
-            self.history.append(sample)
-        self._on_sample(sample)
-        self._first.set()
+    def _drop_log(self) -> None:
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
+        self._open_log_at = boot_time() + REOPEN_SECONDS

@@ -18,6 +18,8 @@ _POSSIBLE: Final[dict[str, tuple[float, float]]] = {
     "power_limit_w": (0, 100_000),
     "ecc_uncorrected_errors": (0, 2**63),
 }
+#: Of a GPU that never told.
+UNKNOWN_NAME: Final = "unknown GPU"
 #: Whoever decides on a GPU decides by these: an impossible one makes the GPU unusable, not just the value unknown.
 _DECISIVE: Final = frozenset({"memory_total_mb", "memory_used_mb", "utilization_percent"})
 
@@ -43,7 +45,7 @@ def _spoil(sample: GPUSample | MIGSample, name: str, fault: str) -> None:
 
 
 def _usage_percent(total_mb: float | None, used_mb: float | None) -> float | None:
-    return None if not total_mb or used_mb is None else round(100.0 * used_mb / total_mb, 2)
+    return None if not total_mb or used_mb is None else 100.0 * used_mb / total_mb
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,23 @@ class GPUSample:
     def memory_usage_percent(self) -> float | None:
         return _usage_percent(self.memory_total_mb, self.memory_used_mb)
 
+    def lost(self, fault: str) -> GPUSample:
+        """The same GPU when nothing more can be read of it: who it is, with its MIG devices, and why not."""
+        devices = tuple(
+            MIGSample(mig.uuid, mig.name, mig.gpu_instance_id, mig.compute_instance_id, fault=fault)
+            for mig in self.mig_devices
+        )
+        return GPUSample(
+            self.index,
+            self.name,
+            self.uuid,
+            self.pci_bus_id,
+            fault=fault,
+            reports_utilization=self.reports_utilization,
+            mig_devices=devices,
+            mig_enabled=self.mig_enabled,
+        )
+
     @property
     def identity(self) -> str:
         """Names the GPU across samples: indices may change their order when the driver is loaded anew."""
@@ -150,7 +169,3 @@ class Sample:
     #: Local and naive, for people to read; nothing is reckoned with it.
     timestamp: str
     answer: DriverAnswer | DriverFailure
-
-    @property
-    def gpus(self) -> tuple[GPUSample, ...]:
-        return self.answer.gpus if isinstance(self.answer, DriverAnswer) else ()

@@ -33,6 +33,8 @@ class VisibilityFilter:
         self._tokens = None if value is None else tuple(dict.fromkeys(re.split(r"[,\s]+", value.strip(", \t\n"))))
         #: What was said of the last sample: the same is not said again.
         self._said: tuple[str, ...] | None = None
+        #: Something named was there once: when it is gone, that is no reason to show what was never asked for.
+        self._has_found = False
 
     def apply(self, gpus: Sequence[GPUSample]) -> Visibility:
         if self._tokens is None:
@@ -53,7 +55,8 @@ class VisibilityFilter:
                 shown[index] = None
             elif (named := shown.setdefault(index, set())) is not None:
                 named.add(mig_uuid)
-        if gpus and not shown:
+        self._has_found = self._has_found or bool(shown)
+        if gpus and not self._has_found:
             warnings.append(f"nothing in CUDA_VISIBLE_DEVICES={self.value!r} was found: showing all GPUs")
             self._say(gpus, gpus, warnings)
             return Visibility(tuple(gpus), is_filtering=False, total_gpus=len(gpus))

@@ -50,4 +50,30 @@ def test_a_mig_device_is_judged_the_same() -> None:
 def test_usage_is_unknown_where_either_is() -> None:
     assert GPUSample(0, "A", memory_total_mb=0, memory_used_mb=0).memory_usage_percent is None
     assert GPUSample(0, "A", memory_used_mb=5).memory_usage_percent is None
-    assert GPUSample(0, "A", memory_total_mb=300, memory_used_mb=100).memory_usage_percent == 33.33
+    assert GPUSample(0, "A", memory_total_mb=300, memory_used_mb=100).memory_usage_percent == pytest.approx(100 / 3)
+
+
+def test_a_lost_gpu_is_still_itself_and_tells_nothing() -> None:
+    device = MIGSample("MIG-1", "1g.10gb", 3, 0, memory_total_mb=100, memory_used_mb=1)
+    gpu = GPUSample(
+        4,
+        "A",
+        "GPU-1",
+        "00000000:01:00.0",
+        memory_total_mb=100,
+        memory_used_mb=1,
+        reports_utilization=False,
+        temperature_c=30,
+        mig_devices=(device,),
+        mig_enabled=True,
+    )
+    assert gpu.lost("it is gone") == GPUSample(
+        4,
+        "A",
+        "GPU-1",
+        "00000000:01:00.0",
+        fault="it is gone",
+        reports_utilization=False,
+        mig_devices=(MIGSample("MIG-1", "1g.10gb", 3, 0, fault="it is gone"),),
+        mig_enabled=True,
+    )

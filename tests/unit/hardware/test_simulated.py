@@ -58,15 +58,19 @@ def test_who_declared_nothing_takes_most_of_it_and_nobody_more_than_there_is() -
 
 
 def test_memory_lingers_only_where_asked_for() -> None:
+    ended = Holder(simulated_uuid(0), since=0.0, until=1000.0, memory_mb=4000)
+    host = Host("simulated:1")
+    host.holders = [ended]
+    assert host.used_mb() == 0
     host = Host("simulated:1,linger=2.5")
-    host.holders = [Holder(simulated_uuid(0), since=0.0, memory_mb=4000)]
-    assert host.used_mb() == 4000
-    host.holders = []
-    assert host.used_mb() == 4000
+    host.holders = [ended]
     gpu = host.reader.read().gpus[0]
-    assert (gpu.processes, gpu.utilization_percent) == ((), 0)
+    assert (gpu.memory_used_mb, gpu.processes, gpu.utilization_percent) == (4000, (), 0)
     host.now += 2.5
     assert host.used_mb() == 0
+    host.holders = [Holder(simulated_uuid(0), since=1002.4, until=1002.45, memory_mb=4000)]
+    host.now = 1002.5
+    assert host.used_mb() == 0, "who never loaded anything leaves nothing behind"
 
 
 def test_a_script_is_the_same_in_every_process_and_another_for_another_seed() -> None:

@@ -81,12 +81,16 @@ def test_what_is_not_found_is_said_once_and_again_when_it_changes(caplog: pytest
         "GPU 9 in CUDA_VISIBLE_DEVICES not found on system"
     ]
     caplog.clear()
-    filter_.apply(HOST[1:])
+    assert filter_.apply(HOST[1:]).gpus == (), "what was never asked for is not shown when what was is gone"
     assert [record.getMessage() for record in caplog.records] == [
         "GPU 0 in CUDA_VISIBLE_DEVICES not found on system",
         "GPU 9 in CUDA_VISIBLE_DEVICES not found on system",
-        "nothing in CUDA_VISIBLE_DEVICES='0 9' was found: showing all GPUs",
     ]
+
+
+def test_showing_all_because_nothing_was_found_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    VisibilityFilter("9").apply(HOST)
+    assert "nothing in CUDA_VISIBLE_DEVICES='9' was found: showing all GPUs" in caplog.text
 
 
 def test_debug_shows_the_reasoning(caplog: pytest.LogCaptureFixture) -> None:

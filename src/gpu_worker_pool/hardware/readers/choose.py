@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.readers.nvidia_smi import NvidiaSMIReader
 from gpu_worker_pool.hardware.readers.nvml import NVMLReader
-from gpu_worker_pool.hardware.readers.simulated import SimulatedHost, SimulatedReader
+from gpu_worker_pool.hardware.readers.simulated import Holder, SimulatedHost, SimulatedReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from gpu_worker_pool.hardware.readers import Reader
     from gpu_worker_pool.hardware.samples import DriverAnswer
@@ -67,7 +67,8 @@ def hardware_name(backend: str) -> str:
     return "real" if backend in _REAL else SimulatedHost.parse(backend).name
 
 
-def make_reader(backend: str, clock: Callable[[], float]) -> Reader:
+def make_reader(backend: str, clock: Callable[[], float], holders: Callable[[], Iterable[Holder]] = tuple) -> Reader:
+    """`holders`: who has simulated GPUs; real ones show it themselves."""
     if backend in _REAL:
         return _REAL[backend]()
-    return SimulatedReader(SimulatedHost.parse(backend), clock=clock)
+    return SimulatedReader(SimulatedHost.parse(backend), clock=clock, holders=holders)

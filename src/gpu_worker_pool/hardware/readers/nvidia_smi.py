@@ -11,7 +11,7 @@ from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.processes import describe_process
 from gpu_worker_pool.hardware.readers import nvidia_smi_text as text
 from gpu_worker_pool.hardware.readers.tool import Tool, find_tool
-from gpu_worker_pool.hardware.samples import DriverAnswer, GPUSample, MIGSample
+from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, DriverAnswer, GPUSample, MIGSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -123,7 +123,7 @@ class NvidiaSMIReader:
         known = self._seen_as(gpu.index, gpu.pci_bus_id) if gpu.fault else None
         if known is None or gpu.uuid not in (None, known.uuid):
             return gpu
-        if gpu.name == text.UNKNOWN_NAME:
+        if gpu.name == UNKNOWN_NAME:
             return _lost(gpu.index, gpu.fault or "", None, known)
         return replace(gpu, uuid=known.uuid, pci_bus_id=known.pci_bus_id)
 
@@ -174,21 +174,8 @@ class NvidiaSMIReader:
 
 def _lost(index: int, fault: str, bus_id: str | None, known: GPUSample | None) -> GPUSample:
     if known is None:
-        return GPUSample(index, text.UNKNOWN_NAME, pci_bus_id=bus_id, fault=fault)
-    devices = tuple(
-        MIGSample(device.uuid, device.name, device.gpu_instance_id, device.compute_instance_id, fault=fault)
-        for device in known.mig_devices
-    )
-    return GPUSample(
-        index,
-        known.name,
-        known.uuid,
-        known.pci_bus_id,
-        fault=fault,
-        mig_enabled=known.mig_enabled,
-        mig_devices=devices,
-        reports_utilization=known.reports_utilization,
-    )
+        return GPUSample(index, UNKNOWN_NAME, pci_bus_id=bus_id, fault=fault)
+    return replace(known.lost(fault), index=index)
 
 
 def _with_devices(

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from gpu_worker_pool.core.readings import LARGEST_MB
 from gpu_worker_pool.errors import DriverError
-from gpu_worker_pool.hardware.samples import GPUSample, MIGSample
+from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, GPUSample, MIGSample
 
 MANDATORY_FIELDS: Final = frozenset({"index", "name", "memory.total", "memory.used"})
 #: Asked for in this order; a driver that does not know one of the optional ones is asked again without it.
@@ -31,7 +31,6 @@ GPU_FIELDS: Final = (
 )
 #: A process name may hold commas, so it stands between two cells on either side that hold none.
 PROCESS_FIELDS: Final = ("gpu_uuid", "pid", "process_name", "used_gpu_memory")
-UNKNOWN_NAME: Final = "unknown GPU"
 
 _LONGEST_QUOTE: Final = 200
 # So few digits that neither int() nor float() can fail or overflow; no sign but minus, no exponent, no NaN.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gpu_worker_pool.hardware.readers.nvml_device import UNKNOWN_NAME, DeviceFacts, read_facts, read_gpu
+from gpu_worker_pool.hardware.readers.nvml_device import DeviceFacts, read_facts, read_gpu
 from gpu_worker_pool.hardware.readers.nvml_library import (
     GPU_IS_LOST,
     GPU_NOT_FOUND,
@@ -16,7 +15,7 @@ from gpu_worker_pool.hardware.readers.nvml_library import (
     NVMLLibrary,
     driver_error,
 )
-from gpu_worker_pool.hardware.samples import DriverAnswer, GPUSample
+from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, DriverAnswer, GPUSample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +39,8 @@ class NVMLReader:
         self._library = NVMLLibrary()
         #: By index, what stood there last: it names a GPU that no longer answers.
         self._known: dict[int, DeviceFacts] = {}
+        #: And what it was when it last answered.
+        self._answered: dict[int, GPUSample] = {}
 
     def read(self) -> DriverAnswer:
         with self._library as nvml:
@@ -66,7 +67,8 @@ class NVMLReader:
             try:
                 handle: Any = nvml.module.nvmlDeviceGetHandleByIndex(index)
                 facts = self._known[index] = read_facts(nvml, handle, known)
-                gpus.append(read_gpu(nvml, handle, index, facts))
+                gpu = self._answered[index] = read_gpu(nvml, handle, index, facts)
+                gpus.append(gpu)
             except (nvml.error, UnicodeDecodeError) as error:
                 value = getattr(error, "value", None)
                 if value in LIBRARY_FAILED:
@@ -76,9 +78,13 @@ class NVMLReader:
                 facts = facts or known or DeviceFacts()
                 fault = _FAULTS.get(value or 0, "the GPU cannot be asked ({error}): see `dmesg`")
                 fault = fault.format(index=index, error=error)
-                gpus.append(GPUSample(index, facts.name, facts.uuid, facts.pci_bus_id, fault=fault))
+                before = self._answered.get(index)
+                if before is None or before.uuid != facts.uuid:
+                    before = GPUSample(index, facts.name, facts.uuid, facts.pci_bus_id)
+                gpus.append(before.lost(fault))
         for index in [index for index in self._known if index >= count]:
             del self._known[index]
+            self._answered.pop(index, None)
         return self._without_wrong_names(gpus, named_from_memory)
 
     def _without_wrong_names(
@@ -89,7 +95,7 @@ class NVMLReader:
             return tuple(gpus)
         answering = {gpu.uuid for gpu in gpus if gpu.index not in named_from_memory}
         return tuple(
-            replace(gpu, name=UNKNOWN_NAME, uuid=None, pci_bus_id=None)
+            GPUSample(gpu.index, UNKNOWN_NAME, fault=gpu.fault)
             if gpu.index in named_from_memory and gpu.uuid in answering
             else gpu
             for gpu in gpus

@@ -14,12 +14,10 @@ from gpu_worker_pool.hardware.readers.nvml_library import (
     NOT_SUPPORTED,
     LoadedNVML,
 )
-from gpu_worker_pool.hardware.samples import GPUSample, MIGSample
+from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, GPUSample, MIGSample
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.readings import ProcessReading
-
-UNKNOWN_NAME: Final = "unknown GPU"
 
 #: As nvidia-smi prints them; 0 is that nothing needs to be done.
 _RECOVERY_ACTIONS: Final = {

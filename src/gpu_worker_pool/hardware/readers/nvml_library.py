@@ -170,16 +170,20 @@ class NVMLLibrary:
         except pynvml.NVMLError:
             # pynvml then goes on counting us among those who have the library initialized.
             with pynvml.libLoadLock:
-                vars(pynvml)["_nvmlLib_refcount"] = max(0, vars(pynvml)["_nvmlLib_refcount"] - 1)
+                count = vars(pynvml).get("_nvmlLib_refcount")
+                if count:
+                    vars(pynvml)["_nvmlLib_refcount"] = count - 1
         self._unload(pynvml)
 
     def _unload(self, pynvml: Any) -> None:
         with self._lock, pynvml.libLoadLock:
             others_are_inside = bool(self._inside - {self})
             library = pynvml.nvmlLib
-            if library is None or others_are_inside or vars(pynvml)["_nvmlLib_refcount"]:
+            # What is not there under this name in another version is not touched, and the library stays loaded.
+            count, cache = (vars(pynvml).get(name) for name in ("_nvmlLib_refcount", "_nvmlGetFunctionPointer_cache"))
+            if library is None or others_are_inside or count != 0 or cache is None:
                 return
             pynvml.nvmlLib = None
-            vars(pynvml)["_nvmlGetFunctionPointer_cache"].clear()
+            cache.clear()
             # ctypes never closes what it opened, and a library still open is not looked for on disk again.
             _ctypes.dlclose(vars(library)["_handle"])

@@ -59,6 +59,8 @@ class Holder:
 
     uuid: str
     since: float
+    #: When it gave the GPU back; None while it has it. Those that ended long ago need not be told of.
+    until: float | None = None
     memory_mb: float | None = None
     pid: int = 1
     name: str = "holder"
@@ -69,7 +71,10 @@ def simulated_uuid(index: int) -> str:
 
 
 class SimulatedReader:
-    """`clock` must be the one that `Holder.since` is of."""
+    """Everything it tells follows from the time and the holders, so that it is the same in every process.
+
+    `clock` must be the one that `Holder.since` is of.
+    """
 
     def __init__(
         self,
@@ -81,61 +86,51 @@ class SimulatedReader:
         self._host = host
         self._clock = clock
         self._holders = holders
-        #: Until when memory stays in use, and how much, by GPU and holder.
-        self._lingering: dict[str, list[tuple[float, float]]] = {}
-        self._loaded_before: tuple[Holder, ...] = ()
 
     def read(self) -> DriverAnswer:
         now = self._clock()
-        loaded = tuple(holder for holder in self._holders() if now - holder.since >= LOADING_SECONDS)
-        self._let_linger(loaded, now)
-        gpus = tuple(self._gpu(index, loaded, now) for index in range(self._host.count))
+        by_gpu: dict[str, list[Holder]] = {}
+        for holder in self._holders():
+            by_gpu.setdefault(holder.uuid, []).append(holder)
+        gpus = tuple(self._gpu(index, by_gpu.get(simulated_uuid(index), ()), now) for index in range(self._host.count))
         return DriverAnswer(gpus, driver_version=None, backend="simulated")
 
     def close(self) -> None:
         pass
 
-    def _gpu(self, index: int, loaded: Iterable[Holder], now: float) -> GPUSample:
-        uuid = simulated_uuid(index)
-        programs = [(holder.pid, holder.name, holder.memory_mb) for holder in loaded if holder.uuid == uuid]
-        programs += self._outsiders(index, now)
-        processes = tuple(
-            ProcessReading(pid, name=name, memory_used_mb=DEFAULT_LOAD_MB if memory_mb is None else memory_mb)
-            for pid, name, memory_mb in programs
-        )
-        used = sum(process.memory_used_mb or 0.0 for process in processes)
-        used += sum(memory_mb for until, memory_mb in self._lingering.get(uuid, ()) if until > now)
-        used = min(used, MEMORY_TOTAL_MB)
+    def _gpu(self, index: int, holders: Iterable[Holder], now: float) -> GPUSample:
+        processes = self._outsiders(index, now)
+        lingering_mb = 0.0
+        for holder in holders:
+            memory_mb = DEFAULT_LOAD_MB if holder.memory_mb is None else holder.memory_mb
+            if now < holder.since + LOADING_SECONDS:
+                continue
+            if holder.until is None or now < holder.until:
+                processes.append(ProcessReading(holder.pid, name=holder.name, memory_used_mb=memory_mb))
+            elif now < holder.until + self._host.linger_seconds:
+                lingering_mb += memory_mb
+        used = lingering_mb + sum(process.memory_used_mb or 0.0 for process in processes)
+        used_mb = round(min(used, MEMORY_TOTAL_MB))
         return GPUSample(
             index=index,
             name="Simulated GPU 24GB",
-            uuid=uuid,
+            uuid=simulated_uuid(index),
             pci_bus_id=f"00000000:{index // 256:02X}:{index % 256:02X}.0",
             memory_total_mb=MEMORY_TOTAL_MB,
-            memory_used_mb=round(used),
-            memory_free_mb=MEMORY_TOTAL_MB - round(used),
+            memory_used_mb=used_mb,
+            memory_free_mb=MEMORY_TOTAL_MB - used_mb,
             utilization_percent=95 if processes else 0,
             temperature_c=71 if processes else 34,
             power_draw_w=285.5 if processes else 21.0,
             power_limit_w=320.0,
-            processes=processes,
+            processes=tuple(processes),
         )
 
-    def _outsiders(self, index: int, now: float) -> list[tuple[int, str, float | None]]:
-        """The script: of its seed and the time alone, so that it is the same in every process."""
+    def _outsiders(self, index: int, now: float) -> list[ProcessReading]:
+        """The script: programs that nobody was asked about, of its seed and the time alone."""
         if self._host.seed is None:
             return []
         line = random.Random(f"{self._host.seed}:{index}:{now // SCRIPT_SECONDS}")  # noqa: S311  # a script, no secret
-        return [(40_000 + index, "outsider", float(line.randrange(2_000, 20_000)))] if line.random() < 0.3 else []
-
-    def _let_linger(self, loaded: tuple[Holder, ...], now: float) -> None:
-        if self._host.linger_seconds:
-            for holder in set(self._loaded_before).difference(loaded):
-                left = (
-                    now + self._host.linger_seconds,
-                    DEFAULT_LOAD_MB if holder.memory_mb is None else holder.memory_mb,
-                )
-                self._lingering.setdefault(holder.uuid, []).append(left)
-            for uuid, left_behind in list(self._lingering.items()):
-                self._lingering[uuid] = [entry for entry in left_behind if entry[0] > now]
-        self._loaded_before = loaded
+        if line.random() >= 0.3:
+            return []
+        return [ProcessReading(40_000 + index, name="outsider", memory_used_mb=float(line.randrange(2_000, 20_000)))]

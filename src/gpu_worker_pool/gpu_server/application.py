@@ -15,16 +15,14 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from gpu_worker_pool.gpu_server.api_docs import add_docs
-from gpu_worker_pool.gpu_server.events import EventStream, event, json_event
+from gpu_worker_pool.gpu_server.events import EventStream
 from gpu_worker_pool.gpu_server.hot import HotFastAPI
 from gpu_worker_pool.gpu_server.logs import log_like_a_server
-from gpu_worker_pool.gpu_server.routes import add_routes
+from gpu_worker_pool.gpu_server.routes import add_routes, health_event, snapshot_event
+from gpu_worker_pool.gpu_server.rows import driver_facts
 from gpu_worker_pool.gpu_server.settings import ServerSettings
-from gpu_worker_pool.gpu_server.view import Health, HostView, Shown
-from gpu_worker_pool.hardware.readers.choose import hardware_name, make_reader
-from gpu_worker_pool.hardware.sample_log import SampleLog
-from gpu_worker_pool.hardware.sampler import Sampler, boot_time
-from gpu_worker_pool.state_directory import state_directory
+from gpu_worker_pool.gpu_server.view import Health, HostView
+from gpu_worker_pool.hardware.host import host_sampler
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI, Request
 
     from gpu_worker_pool.hardware.readers import Reader
+    from gpu_worker_pool.hardware.samples import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -45,27 +44,38 @@ HEALTH_SECONDS = 1.0
 def create_app(settings: ServerSettings | None = None, reader: Reader | None = None) -> FastAPI:
     """`settings`: by default the environment's; `reader`: by default the one they name."""
     settings = settings or ServerSettings.from_environment()
-    view = HostView(settings.cuda_visible_devices, settings.refresh_interval)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        assert isinstance(app, HotFastAPI)
         log_like_a_server(settings)
         loop = asyncio.get_running_loop()
-        stream = app.state.events = EventStream()
-        view.on_shown(lambda shown: loop.call_soon_threadsafe(_publish, view, stream, shown))
-        sampler = Sampler(
-            reader or make_reader(settings.gpu_backend, boot_time),
+        stream = EventStream()
+
+        def take(sample: Sample) -> None:
+            view.take(sample)
+            if (shown := view.usable()) is not None and shown.sample is sample:
+                stream.publish_snapshot(lambda: snapshot_event(shown))
+
+        sampler = host_sampler(
+            settings.gpu_backend,
             interval_seconds=settings.refresh_interval,
             keep=settings.max_history,
-            on_sample=view.take,
-            open_log=lambda: SampleLog(
-                state_directory(), hardware_name(settings.gpu_backend), keep=settings.max_history
-            ),
+            # The only crossing from the sampler's thread to the loop's.
+            on_sample=lambda sample: loop.call_soon_threadsafe(take, sample),
+            state_dir=settings.state_dir,
+            reader=reader,
         )
-        view.follow(sampler)
+        view = HostView(
+            lambda: sampler.seen,
+            visible_devices=settings.cuda_visible_devices,
+            interval_seconds=settings.refresh_interval,
+            max_history=settings.max_history,
+        )
         sampler.start()
-        await asyncio.to_thread(sampler.wait_for_first, FIRST_SAMPLE_SECONDS)
+        await asyncio.to_thread(sampler.wait_until_up_to_date, FIRST_SAMPLE_SECONDS)
         _log_start(settings, view)
+        app.serve_from(view, stream)
         with _told_of_signals(lambda: loop.call_soon_threadsafe(stream.stop)):
             watch = asyncio.create_task(_watch_health(view, stream))
             try:
@@ -88,7 +98,7 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
         # Statistics are open to be read; nothing else is, and nobody's credentials are of use here.
         app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["GET"])
         app.hot_headers.append((b"access-control-allow-origin", b"*"))
-    add_routes(app, settings, view)
+    add_routes(app, settings)
     add_docs(app, settings.docs_url, settings.redoc_url)
     app.add_exception_handler(404, _not_found)
     return app
@@ -106,21 +116,17 @@ async def _not_found(request: Request, error: Exception) -> JSONResponse:
 # --- while it runs ---
 
 
-def _publish(view: HostView, stream: EventStream, shown: Shown) -> None:
-    if stream.listeners:
-        stream.publish(event("snapshot", view.answer("stats").body, shown.sample.number))
-
-
 async def _watch_health(view: HostView, stream: EventStream) -> None:
-    status = view.health().status
+    told = view.health()
     while True:
         await asyncio.sleep(HEALTH_SECONDS)
         stream.keep_alive()
         health = view.health()
-        if health.status != status:
-            status = health.status
+        if health.status != told.status:
             _log_health(health)
-            stream.publish(json_event("health", {"status": status, "error": health.cause, "error_code": health.code}))
+        if (health.status, health.code) != (told.status, told.code):
+            stream.publish(health_event(health))
+        told = health
 
 
 def _log_health(health: Health) -> None:
@@ -135,12 +141,12 @@ def _log_start(settings: ServerSettings, view: HostView) -> None:
     if shown is None:
         logger.error("no GPU readings yet (backend %s): %s; trying on", settings.gpu_backend, health.cause)
         return
-    visibility = shown.visibility
+    visibility, facts = shown.visibility, driver_facts(shown.sample)
     names = ", ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in visibility.gpus).items())
     logger.info(
         "backend %s, driver %s, GPUs found: %d; shown: %d%s",
-        shown.answer.backend,
-        shown.answer.driver_version or "unknown",
+        facts["backend"],
+        facts["driver_version"] or "unknown",
         visibility.total_gpus,
         len(visibility.gpus),
         f" ({names})" if names else "",

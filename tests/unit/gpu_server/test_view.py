@@ -1,0 +1,141 @@
+"""What is shown, how old it may be, and every way of not being healthy, at moments that a test chooses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gpu_worker_pool.gpu_server.view import HostView
+from gpu_worker_pool.hardware.sampler import Seen
+from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, Sample
+
+
+class Host:
+    """A sampler and a clock that do as they are told."""
+
+    def __init__(self, interval: float = 1.0, visible: str | None = None) -> None:
+        self.now = 1000.0
+        self.seen = Seen()
+        self.view = HostView(
+            lambda: self.seen,
+            visible_devices=visible,
+            interval_seconds=interval,
+            max_history=3,
+            clock=lambda: self.now,
+        )
+        self.number = 0
+
+    def sample(self, answer: DriverAnswer | DriverFailure | None = None) -> Sample:
+        self.number += 1
+        answer = answer or DriverAnswer((GPUSample(0, "A"), GPUSample(1, "B")), "1.0", "test")
+        sample = Sample(self.number, 0, self.now, 0.1, "2026-01-01T00:00:00", answer)
+        self.seen = Seen(sample if isinstance(answer, DriverAnswer) else self.seen.good, sample)
+        self.view.take(sample)
+        return sample
+
+    def status(self) -> tuple[int, str, str | None]:
+        health = self.view.health()
+        return self.view.answer("summary").status, health.status, health.code
+
+
+def test_nothing_is_known_before_the_first_sample() -> None:
+    host = Host()
+    assert host.status() == (503, "unhealthy", "no_sample_yet")
+    assert json.loads(host.view.answer("stats").body) == {
+        "detail": "no sample was taken yet",
+        "error": "no_sample_yet",
+    }
+
+
+def test_a_driver_that_hangs_from_the_start() -> None:
+    host = Host()
+    host.seen = Seen(probing_since=1000.0)
+    assert host.status() == (503, "unhealthy", "no_sample_yet")
+    host.now = 1004.5
+    assert host.status() == (503, "unhealthy", "driver_hangs")
+    assert host.view.health().cause == "the driver has not answered for 4.5 s"
+
+
+@pytest.mark.parametrize("interval", [0.05, 1.0, 4.0, 5.0, 10.0, 60.0])
+def test_healthy_late_old_in_this_order_whatever_the_interval(interval: float) -> None:
+    host = Host(interval)
+    host.sample()
+    seen = []
+    for _ in range(220):
+        if host.status() not in seen:
+            seen.append(host.status())
+        host.now += max(15, 3 * interval) / 200
+    assert seen[0] == (200, "healthy", None)
+    assert seen[-1] == (503, "unhealthy", "sample_late")
+    assert seen[1:-1] in ([(200, "degraded", "sample_late")], [])
+
+
+def test_the_moment_of_becoming_too_old() -> None:
+    host = Host()
+    host.sample()
+    host.now = 1015.0
+    assert host.status() == (200, "degraded", "sample_late")
+    host.now = 1015.01
+    assert host.status() == (503, "unhealthy", "sample_late")
+
+
+def test_a_failure_is_told_at_once_and_the_last_good_sample_for_a_while() -> None:
+    host = Host()
+    host.sample()
+    host.now = 1001.0
+    host.sample(DriverFailure("it broke", "broken"))
+    assert host.status() == (200, "degraded", "broken")
+    host.now = 1020.0
+    host.sample(DriverFailure("it broke", "broken"))
+    assert host.status() == (503, "unhealthy", "broken")
+    assert json.loads(host.view.answer("count").body) == {"detail": "it broke", "error": "broken"}
+    host.sample()
+    assert host.status() == (200, "healthy", None)
+
+
+def test_a_failure_and_then_a_hang_is_a_hang() -> None:
+    host = Host()
+    host.sample()
+    host.sample(DriverFailure("it broke", "broken"))
+    host.seen = Seen(host.seen.good, host.seen.last, probing_since=1001.0)
+    host.now = 1010.0
+    assert host.status() == (200, "degraded", "driver_hangs")
+
+
+def test_the_age_is_told_anew_to_everybody_who_asks() -> None:
+    host = Host()
+    host.sample()
+    for age in (0.0, 1.25, 14.0):
+        host.now = 1000.0 + age
+        assert json.loads(host.view.answer("stats").body)["sample_age_seconds"] == age
+
+
+def test_a_body_is_built_once_a_sample() -> None:
+    host = Host()
+    host.sample()
+    shown = host.view.usable()
+    assert shown is not None
+    assert shown._bodies == {}
+    first = host.view.answer("stats").body
+    built = shown._bodies["stats"]
+    assert host.view.answer("stats").body == first
+    assert shown._bodies["stats"] is built
+
+
+def test_history_is_bounded_and_holds_what_told_something() -> None:
+    host = Host()
+    numbers = []
+    for turn in range(8):
+        host.now += 1
+        if turn % 3:
+            numbers.append(host.sample().number)
+        else:
+            host.sample(DriverFailure("no", "no"))
+    assert [sample.number for sample in host.view.history] == numbers[-3:]
+
+
+def test_the_filter_is_applied() -> None:
+    host = Host(visible="1")
+    host.sample()
+    assert [row["gpu_id"] for row in json.loads(host.view.answer("stats").body)["gpus"]] == [1]
