@@ -12,9 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+#: Its programs need a server, or are one: `tests/acceptance/test_server_examples.py` runs every one of them.
+RUN_ELSEWHERE = ROOT / "docs" / "SERVER.md"
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")
     for page in PAGES
+    if page != RUN_ELSEWHERE
     for number, block in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")), 1)
 ]
 

@@ -63,7 +63,7 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
             keep=settings.max_history,
             # The only crossing from the sampler's thread to the loop's.
             on_sample=lambda sample: loop.call_soon_threadsafe(take, sample),
-            state_dir=settings.state_dir,
+            state_dir=settings.gpu_pool_state_dir,
             reader=reader,
         )
         view = HostView(

@@ -154,7 +154,7 @@ class ServerSettings:
     cuda_visible_devices: str | None = None
     gpu_backend: str = "auto"
     #: Where processes of this host meet; None for where they usually do.
-    state_dir: str | None = None
+    gpu_pool_state_dir: str | None = None
 
     @classmethod
     def from_environment(
@@ -191,6 +191,6 @@ class ServerSettings:
             max_history=get("MAX_HISTORY", cls.max_history, _within(int, 1, 10_000)),
             log_format=get("LOG_FORMAT", cls.log_format, _parse_log_format),
             cuda_visible_devices=env.get("CUDA_VISIBLE_DEVICES"),
-            state_dir=get("GPU_POOL_STATE_DIR", cls.state_dir, str),
+            gpu_pool_state_dir=get("GPU_POOL_STATE_DIR", cls.gpu_pool_state_dir, str),
             gpu_backend=get("GPU_BACKEND", cls.gpu_backend, check_backend),
         )

@@ -28,7 +28,7 @@ DEFAULTS = {
     "log_format": "%(asctime)s - %(name)s - %(levelname)s - %(message)s",
     "cuda_visible_devices": None,
     "gpu_backend": "auto",
-    "state_dir": None,
+    "gpu_pool_state_dir": None,
 }
 
 
@@ -62,7 +62,7 @@ def test_defaults_are_the_documented_ones(caplog: pytest.LogCaptureFixture) -> N
         ("CUDA_VISIBLE_DEVICES", "0 2", "cuda_visible_devices", "0 2"),
         ("GPU_BACKEND", "Simulated:8", "gpu_backend", "simulated:8"),
         ("GPU_BACKEND", "simulated:2,seed=7,linger=0.5", "gpu_backend", "simulated:2,seed=7,linger=0.5"),
-        ("GPU_POOL_STATE_DIR", "~/pool", "state_dir", "~/pool"),
+        ("GPU_POOL_STATE_DIR", "~/pool", "gpu_pool_state_dir", "~/pool"),
         ("PORT", "", "port", 8000),
         ("PORT", "  ", "port", 8000),
     ],

@@ -1,0 +1,139 @@
+"""The OpenAPI schema against a live server: Schemathesis tries what it allows and what it forbids; it finds nothing."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.server_process import ServerProcess
+
+ROUTES = {
+    "/",
+    "/config",
+    "/gpu/stats",
+    "/gpu/count",
+    "/gpu/summary",
+    "/gpu/history",
+    "/health",
+    "/metrics",
+    "/events",
+}
+#: Never ends, so that Schemathesis would wait for ever; it has tests of its own here.
+ENDLESS = "/events"
+
+
+def schemathesis(server: ServerProcess, folder: Path, *arguments: str) -> str:
+    """What it found, which is nothing; raises with its report otherwise."""
+    command = [
+        str(Path(sys.executable).with_name("schemathesis")),
+        "run",
+        f"{server.url}/openapi.json",
+        f"--exclude-path={server.prefix}{ENDLESS}",
+        "--checks=all",
+        "--max-examples=30",
+        "--seed=1",
+        "--request-timeout=5",
+        "--continue-on-failure",
+        "--warnings=off",
+        *arguments,
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def summary(report: str) -> tuple[int, int]:
+    """How many operations were tested, with how many cases."""
+    tested = re.search(r"Tested: (\d+)", report)
+    generated = re.search(r"(\d+) generated", report)
+    assert tested is not None, report
+    assert generated is not None, report
+    return int(tested[1]), int(generated[1])
+
+
+def test_nothing_is_found_on_a_server_that_is_well(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, GPU_BACKEND="simulated:3,seed=7", ACCESS_LOG="false") as server:
+        tested, cases = summary(schemathesis(server, tmp_path))
+        assert tested == len(ROUTES) - 1
+        assert cases > 100
+        assert server.get("/health").json["status"] == "healthy"
+        assert "Traceback" not in server.log
+
+
+def test_nothing_is_found_on_a_server_without_a_driver_or_under_a_prefix(tmp_path: Path) -> None:
+    with ServerProcess(
+        tmp_path, GPU_BACKEND="nvidia-smi", PATH=str(tmp_path), API_PREFIX="/host1", ACCESS_LOG="false"
+    ) as server:
+        # A 503 is an error of the server, and here the right answer; its body is checked like every other.
+        excluded = "--exclude-checks=not_a_server_error,positive_data_acceptance"
+        tested, _ = summary(schemathesis(server, tmp_path, excluded))
+        assert tested == len(ROUTES) - 1
+        assert "Traceback" not in server.log
+
+
+@pytest.fixture(scope="module")
+def schema_and_port(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with ServerProcess(tmp_path_factory.mktemp("schema"), GPU_BACKEND="simulated:1") as server:
+        yield server.get("/openapi.json").json, server.port
+
+
+def test_every_route_is_in_the_schema(schema_and_port: Any) -> None:
+    schema, _ = schema_and_port
+    assert schema["paths"].keys() == ROUTES
+    assert schema["info"]["title"] == "GPU Statistics Server"
+    assert schema["info"]["version"] == "1.0.0"
+    assert schema["info"]["description"].startswith("A server that provides GPU statistics")
+    for path, operations in schema["paths"].items():
+        assert operations.keys() == {"get"}, path
+    for path in ("/gpu/stats", "/gpu/count", "/gpu/summary", "/gpu/history"):
+        problem = schema["paths"][path]["get"]["responses"]["503"]["content"]["application/json"]["schema"]
+        assert problem == {"$ref": "#/components/schemas/Problem"}
+
+
+def test_the_stream_is_described_as_what_it_is(schema_and_port: Any) -> None:
+    schema, port = schema_and_port
+    operation = schema["paths"][ENDLESS]["get"]
+    assert operation["responses"].keys() == {"200"}
+    assert operation["responses"]["200"]["content"].keys() == {"text/event-stream"}
+    assert "snapshot" in operation["description"]
+    assert "health" in operation["description"]
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request("GET", ENDLESS)
+        reply = connection.getresponse()
+        assert (reply.status, reply.getheader("content-type")) == (200, "text/event-stream; charset=utf-8")
+        assert reply.getheader("cache-control") == "no-store"
+        assert reply.readline() == b"retry: 2000\n"
+        reply.close()
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request("POST", ENDLESS)
+        assert connection.getresponse().status == 405
+
+
+@pytest.mark.parametrize("media_type", ["text/plain", "application/openmetrics-text"])
+def test_the_metrics_are_described_in_both_formats(schema_and_port: Any, media_type: str) -> None:
+    schema, port = schema_and_port
+    assert media_type in schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request("GET", "/metrics", headers={"Accept": media_type})
+        reply = connection.getresponse()
+        assert (reply.getheader("content-type") or "").split(";")[0] == media_type
+        reply.close()
+
+
+@pytest.mark.parametrize("path", sorted(ROUTES))
+def test_head_ends_and_leaves_the_connection_usable(schema_and_port: Any, path: str) -> None:
+    _, port = schema_and_port
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=3)) as connection:
+        connection.request("HEAD", path)
+        head = connection.getresponse()
+        assert (head.status, head.read()) == (200, b"")
+        connection.request("GET", "/health")
+        reply = connection.getresponse()
+        assert reply.status == 200
+        reply.close()
