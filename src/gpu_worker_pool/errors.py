@@ -94,6 +94,19 @@ class ServiceUnavailableTimeoutError(WorkerTimeoutError, ServiceUnavailableError
     """No GPU could be assigned within the timeout, and no GPU service answered."""
 
 
+class ServiceRefusedError(ServiceUnavailableError):
+    """The GPU service refused the request; the same request will be refused again."""
+
+    # It answers, so this is no reason to leave it alone for a while: breakers do not count it.
+    retryable = False
+    #: The HTTP status, such as 401 or 404.
+    status: int | None
+
+    def __init__(self, message: str | None = None, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class RetryableError(GPUWorkerPoolError):
     """The GPU service failed in a way that is retried."""
 
@@ -107,6 +120,18 @@ class NetworkRetryableError(RetryableError):
 
 class ServiceRetryableError(RetryableError):
     """The GPU service answered with an error that may pass."""
+
+    #: The HTTP status; `None` where there was none to read.
+    status: int | None
+    #: How long the service asks to be left alone; `None` where it does not say.
+    retry_after_seconds: float | None
+
+    def __init__(
+        self, message: str | None = None, *, status: int | None = None, retry_after_seconds: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_seconds = retry_after_seconds
 
 
 # --- the hardware of this host ---

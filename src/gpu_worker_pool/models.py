@@ -53,6 +53,8 @@ class GPUInfo:
     leased: bool = False
     #: False where the device has no such sensor (MIG), which is no fault.
     reports_utilization: bool = True
+    #: Processes on the GPU; `None` where the server cannot see them or does not tell.
+    process_count: int | None = None
 
     def __post_init__(self) -> None:
         _check_count("gpu_id", self.gpu_id)
@@ -68,6 +70,8 @@ class GPUInfo:
             _check_text("fault", self.fault)
         _check_flag("leased", self.leased)
         _check_flag("reports_utilization", self.reports_utilization)
+        if self.process_count is not None:
+            _check_count("process_count", self.process_count)
 
 
 @dataclass(frozen=True)

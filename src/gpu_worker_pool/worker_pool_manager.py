@@ -61,6 +61,7 @@ from gpu_worker_pool.errors import (
 )
 from gpu_worker_pool.holders import Holders, shown
 from gpu_worker_pool.models import GPUAssignment, PoolStatus, WorkerInfo, make_global_gpu_id
+from gpu_worker_pool.pool_metrics import assignment_metrics, gpu_metrics, queue_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -95,12 +96,14 @@ class WorkerPoolManager:
         worker_timeout: float | None = 300.0,
         max_assignment_age_seconds: float | None = None,
         on_reading_wanted: Callable[[str], object] | None = None,
+        tell_endpoints: Callable[[], str] = str,
         clock: Clock | None = None,
     ) -> None:
         """`settings` decides everything that `config` would, and more; `worker_timeout=None` waits for ever.
 
         `max_assignment_age_seconds` takes GPUs back from workers that have had them for longer, once readings show
-        them empty. It is off unless given: training runs for days.
+        them empty. It is off unless given: training runs for days. `tell_endpoints` says who was asked for readings,
+        and what came of it, for errors.
         """
         if settings is None:
             config = config or EnvironmentConfigurationManager()
@@ -122,6 +125,7 @@ class WorkerPoolManager:
         self._worker_timeout = worker_timeout
         self._max_assignment_age_seconds = max_assignment_age_seconds
         self._on_reading_wanted = on_reading_wanted
+        self._tell_endpoints = tell_endpoints
         self._given_clock = clock
         self._pool: Pool | None = None
         # Names that no other pool gives, so that its assignments are not mistaken for ours.
@@ -150,6 +154,8 @@ class WorkerPoolManager:
         #: Asked for with every reading, not with every request.
         self._is_talkative = _log.isEnabledFor(logging.INFO)
         self._pool = Pool(self._settings)
+        #: How often each of several endpoints was granted a request.
+        self.grants: dict[str, int] = {}
 
     async def stop(self) -> None:
         """End every request that waits. Does nothing to a manager that is not started."""
@@ -285,6 +291,8 @@ class WorkerPoolManager:
 
     def _hand_over(self, lease: Lease, worker: WorkerInfo | None = None) -> GPUAssignment:
         assignment = self._holders.hand_over(lease, worker)
+        if endpoint_id := lease.endpoint_id:
+            self.grants[endpoint_id] = self.grants.get(endpoint_id, 0) + 1
         if self._is_talkative:
             _log.info("%s was assigned %s", lease.request.worker_id, shown(lease))
         return assignment
@@ -371,6 +379,8 @@ class WorkerPoolManager:
                 utilization_percent=info.utilization_percent,
                 reports_utilization=info.reports_utilization,
                 fault=info.fault,
+                # How many says who only where there are none.
+                processes=() if info.process_count == 0 else None,
                 is_promised_elsewhere=info.leased,
             )
             for info in stats.gpus_summary
@@ -422,6 +432,22 @@ class WorkerPoolManager:
             blocked_workers=len(pool.queue),
             gpu_assignments=assignments,
         )
+
+    def gpu_counts(self) -> dict[str, tuple[int, int]]:
+        """By endpoint: how many GPUs it shows, and how many of them are free."""
+        allocator, now = self._running_pool().allocator, self._now()
+        return {
+            name: (endpoint.present, len(endpoint.free) if allocator.is_fresh(endpoint, now) else 0)
+            for name, endpoint in allocator.endpoints.items()
+        }
+
+    def get_metrics(self) -> dict[str, Any]:
+        pool, now = self._running_pool(), self._now()
+        return {
+            "gpu_metrics": gpu_metrics(pool, now),
+            "assignment_metrics": assignment_metrics(pool, now),
+            "queue_metrics": queue_metrics(pool, now),
+        }
 
     def explain(self, **wishes: Any) -> Explanation:
         """Why somebody who asked for this now would wait: GPU by GPU, with the numbers."""
@@ -512,7 +538,8 @@ class WorkerPoolManager:
             return RequestGivenUpError()
         message = f"no GPU in time for {request.worker_id}, which waited for {request.wishes}"
         if not any(endpoint.is_answering for endpoint in pool.allocator.endpoints.values()):
-            return ServiceUnavailableTimeoutError(f"{message}: no GPU service answered")
+            told = self._tell_endpoints()
+            return ServiceUnavailableTimeoutError(f"{message}: no GPU service answered{': ' if told else ''}{told}")
         return WorkerTimeoutError(f"{message}: {self._why_not(pool, request.wishes)}")
 
     def _why_not(self, pool: Pool, wishes: Wishes) -> str:

@@ -93,7 +93,7 @@ class EventStream:
 class _Listener:
     """What one stream has still to send, and what wakes it."""
 
-    __slots__ = ("is_lost", "newest", "waiting", "_kept")
+    __slots__ = ("_kept", "is_lost", "newest", "waiting")
 
     def __init__(self) -> None:
         self.newest = b""

@@ -1,0 +1,447 @@
+"""The client: a pool of the GPUs of one or many servers, for the asyncio workers of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from gpu_worker_pool.config import PoolConfig
+from gpu_worker_pool.core import PoolSettings
+from gpu_worker_pool.default_endpoint import SERVER_DEFAULT, FirstThatAnswers
+from gpu_worker_pool.endpoints import EndpointManager
+from gpu_worker_pool.errors import AlreadyStartedError, NotStartedError, PoolStoppedError, ServiceUnavailableError
+from gpu_worker_pool.gpu_monitor import GPUMonitor, MultiEndpointGPUMonitor, coming_back
+from gpu_worker_pool.http_client import MultiEndpointHTTPClientPool
+from gpu_worker_pool.models import EndpointInfo, GPUAssignment, MultiEndpointPoolStatus, PoolStatus
+from gpu_worker_pool.worker_pool_manager import WorkerPoolManager
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+    from types import TracebackType
+
+    from gpu_worker_pool.core import Explanation
+    from gpu_worker_pool.core.wishes import Policy
+    from gpu_worker_pool.endpoints import Endpoint
+    from gpu_worker_pool.gpu_monitor import StatsClient
+    from gpu_worker_pool.http_client import Fetched
+    from gpu_worker_pool.models import GPUId, GPUStats
+
+__all__ = ["GPUContextManager", "GPUWorkerPoolClient", "gpu_worker_pool_client"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+#: A start waits so long for the first answers, so that the pool's status can be asked at once. It succeeds anyway.
+FIRST_ANSWERS_SECONDS = 2.0
+
+
+class GPUWorkerPoolClient:
+    """Hands out GPUs to workers, first come first served; use it as a context manager, or `start` and `stop` it.
+
+    An argument wins over every variable; what is left out is read from the environment. One event loop has it:
+    `gpu_worker_pool.sync` is for threads.
+    """
+
+    def __init__(
+        self,
+        service_endpoint: str | None = None,
+        service_endpoints: str | Iterable[str] | None = None,
+        load_balancing_strategy: str | None = None,
+        memory_threshold: float | None = None,
+        utilization_threshold: float | None = None,
+        polling_interval: float | None = None,
+        worker_timeout: float = 300.0,
+        request_timeout: float = 30.0,
+        *,
+        endpoint_timeout: float | None = None,
+        endpoint_max_retries: int | None = None,
+        endpoint_health_check_interval: float | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._config = config = PoolConfig.resolve(
+            service_endpoint=service_endpoint,
+            service_endpoints=service_endpoints,
+            load_balancing_strategy=load_balancing_strategy,
+            memory_threshold=memory_threshold,
+            utilization_threshold=utilization_threshold,
+            polling_interval=polling_interval,
+            worker_timeout=worker_timeout,
+            request_timeout=request_timeout,
+            endpoint_timeout=endpoint_timeout,
+            endpoint_max_retries=endpoint_max_retries,
+            endpoint_health_check_interval=endpoint_health_check_interval,
+            environ=environ,
+        )
+        settings = PoolSettings(
+            memory_threshold_percent=config.memory_threshold,
+            utilization_threshold_percent=config.utilization_threshold,
+            poll_seconds=config.polling_interval,
+            strategy=config.load_balancing_strategy,
+        )
+        self._manager = WorkerPoolManager(
+            settings=settings,
+            worker_timeout=config.worker_timeout,
+            on_reading_wanted=self._wake,
+            tell_endpoints=self._tell_endpoints,
+        )
+        self._endpoints = EndpointManager(config.endpoints)
+        self._callbacks: list[Callable[[GPUStats], object]] = []
+        self._http: MultiEndpointHTTPClientPool | None = None
+        self._monitors = MultiEndpointGPUMonitor(())
+        self._endpoint_is_back = asyncio.Event()
+        self._queued_requests = 0
+
+    # --- life ---
+
+    async def start(self) -> None:
+        """Begin to ask the endpoints. Succeeds also while none of them answers: requests wait until one does."""
+        if self._manager.is_running:
+            raise AlreadyStartedError("the client is already started")
+        await self._manager.start()
+        self._http = MultiEndpointHTTPClientPool(timeout_seconds=self._timeout_seconds)
+        self._endpoint_is_back.clear()
+        self._monitors = MultiEndpointGPUMonitor(self._monitor(endpoint) for endpoint in self._endpoints)
+        self._monitors.start()
+        try:
+            await self._monitors.next_fetches(FIRST_ANSWERS_SECONDS)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End every request that waits, and leave nothing behind. Does nothing to a client that is not started."""
+        if not self._manager.is_running:
+            return
+        await self._monitors.stop()
+        await self._manager.stop()
+        self._endpoint_is_back.set()
+        if self._http is not None:
+            await self._http.close()
+
+    @property
+    def is_running(self) -> bool:
+        return self._manager.is_running
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    # --- GPUs: coroutines of the manager, handed on as they are, since a frame more would cost every request ---
+
+    def request_gpu(
+        self,
+        timeout: float | None = None,
+        *,
+        count: int = 1,
+        memory_mb: float | None = None,
+        share: bool = False,
+        min_free_memory_mb: float | None = None,
+        gpu_model: str | None = None,
+        only: Iterable[int | str] | None = None,
+        exclude: Iterable[int | str] | None = None,
+        priority: int = 0,
+        policy: Policy = "thresholds",
+        label: str | None = None,
+    ) -> Coroutine[Any, Any, GPUAssignment]:
+        """Wait for a GPU, or several of one host, and have it until `release_gpu`.
+
+        Raises `WorkerTimeoutError` after `timeout` seconds (the client's `worker_timeout` if None), which is a
+        `ServiceUnavailableError` too if no endpoint answered; `ImpossibleRequestError` at once if no GPU can ever
+        serve it.
+        """
+        return self._manager.request_gpu(
+            timeout,
+            count=count,
+            memory_mb=memory_mb,
+            share=share,
+            min_free_memory_mb=min_free_memory_mb,
+            gpu_model=gpu_model,
+            only=only,
+            exclude=exclude,
+            priority=priority,
+            policy=policy,
+            label=label,
+        )
+
+    def release_gpu(self, assignment: GPUAssignment) -> Coroutine[Any, Any, None]:
+        """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back before."""
+        return self._manager.release_gpu(assignment)
+
+    def explain(self, **wishes: Any) -> Explanation:
+        """Why somebody who asked for this now would wait: GPU by GPU, with the numbers."""
+        return self._manager.explain(**wishes)
+
+    # --- looking ---
+
+    def is_multi_endpoint_mode(self) -> bool:
+        return self._config.multi_endpoint
+
+    def get_pool_status(self) -> PoolStatus:
+        """A `MultiEndpointPoolStatus` with many endpoints."""
+        status = self._manager.get_pool_status()
+        if not self._config.multi_endpoint:
+            return status
+        return MultiEndpointPoolStatus(
+            status.total_gpus,
+            status.available_gpus,
+            status.active_workers,
+            status.blocked_workers,
+            status.gpu_assignments,
+            len(self._endpoints),
+            len(self._endpoints.healthy),
+            [asdict(info) for info in self._endpoint_infos()],
+        )
+
+    def get_endpoints_info(self) -> list[dict[str, Any]] | None:
+        """What is known of each endpoint; None where the client is not started or has one endpoint only."""
+        if not (self._manager.is_running and self._config.multi_endpoint):
+            return None
+        return [asdict(info) for info in self._endpoint_infos()]
+
+    def get_detailed_metrics(self) -> dict[str, Any]:
+        status = self.get_pool_status()
+        metrics: dict[str, Any] = {
+            "timestamp": datetime.now().isoformat(),
+            "is_running": True,
+            "total_gpus": status.total_gpus,
+            "available_gpus": status.available_gpus,
+            "active_workers": status.active_workers,
+            "blocked_workers": status.blocked_workers,
+            "thresholds": {
+                "memory_threshold_percent": self._config.memory_threshold,
+                "utilization_threshold_percent": self._config.utilization_threshold,
+            },
+            **self._manager.get_metrics(),
+        }
+        if self._config.multi_endpoint:
+            grants = self._manager.grants
+            total = sum(grants.values())
+            metrics["endpoints"] = [
+                {**asdict(info), **endpoint.metrics(), "grants": grants.get(info.endpoint_id, 0)}
+                for info, endpoint in zip(self._endpoint_infos(), self._endpoints, strict=True)
+            ]
+            metrics["load_balancer"] = {
+                "strategy": self._config.load_balancing_strategy,
+                "total_grants": total,
+                "share_of_grants": {
+                    endpoint.endpoint_id: grants.get(endpoint.endpoint_id, 0) / total if total else 0.0
+                    for endpoint in self._endpoints
+                },
+            }
+        return metrics
+
+    def get_health(self) -> dict[str, Any]:
+        """`status` is healthy, degraded (some endpoints do not answer) or unhealthy (none does)."""
+        self._check_started()
+        healthy, degraded = self._endpoints.healthy, self._endpoints.degraded
+        return {
+            "status": "unhealthy" if not healthy else "degraded" if degraded else "healthy",
+            "healthy_endpoints": healthy,
+            "degraded_endpoints": degraded,
+            "errors": {
+                endpoint.endpoint_id: endpoint.last_error for endpoint in self._endpoints if endpoint.last_error
+            },
+            "timestamp": datetime.now().isoformat(),
+        }
+
+    def on_stats_update(self, callback: Callable[[GPUStats], object]) -> Callable[[], None]:
+        """Call `callback` with every statistics that arrive, of any endpoint; what is returned ends that."""
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback)
+
+    # --- errors and recovery ---
+
+    def get_error_recovery_status(self) -> dict[str, Any]:
+        self._check_started()
+        return self._endpoints.recovery_status(time.monotonic(), self._queued_requests)
+
+    async def trigger_endpoint_recovery(self, endpoint_id: str) -> bool:
+        """Ask a sick endpoint now instead of when its breaker says so; False if there is none of this name."""
+        self._check_many()
+        monitor = self._monitors.get(endpoint_id)
+        if monitor is None:
+            return False
+        monitor.recover()
+        return True
+
+    async def queue_request_for_retry(self, request_func: Callable[[], Awaitable[T]]) -> T:
+        """Call it once an endpoint answers; again, when one does, if it found the service unavailable after all."""
+        self._check_many()
+        self._queued_requests += 1
+        try:
+            while True:
+                if not self._endpoints.healthy:
+                    self._endpoint_is_back.clear()
+                    await self._endpoint_is_back.wait()
+                if not self._manager.is_running:
+                    raise PoolStoppedError("the client was stopped before an endpoint answered")
+                try:
+                    return await request_func()
+                except ServiceUnavailableError:
+                    if self._endpoints.healthy:
+                        raise
+        finally:
+            self._queued_requests -= 1
+
+    def print_error_recovery_summary(self) -> None:
+        status = self.get_error_recovery_status()
+        degradation, breakers = status["degradation_manager"], status["circuit_breaker_stats"]
+        counts = f"{len(degradation['healthy_endpoints'])}/{degradation['total_endpoints']} endpoints healthy"
+        lines = [
+            "=== Error Recovery Status ===",
+            f"Degradation Status: {degradation['status'].capitalize()} ({counts})",
+        ]
+        for endpoint in self._endpoints:
+            breaker = breakers[endpoint.endpoint_id]
+            retry = breaker["retry_in_seconds"]
+            lines.append(
+                f"  {endpoint.endpoint_id}: {'healthy' if endpoint.is_healthy else 'degraded'}"
+                f", circuit breaker {breaker['state']}"
+                + (f", next attempt in {retry:.0f} s" if retry is not None else "")
+                + (f": {endpoint.last_error}" if endpoint.last_error else "")
+            )
+        lines.append(f"Queued requests: {status['recovery_orchestrator']['queued_requests']}")
+        print("\n".join(lines))  # noqa: T201  # which is what it is for
+
+    # --- endpoints that come and go ---
+
+    async def add_endpoint(self, entry: str) -> str:
+        """Use the GPUs of one more server, `URL` or `name=URL`; returns its id."""
+        self._check_many()
+        endpoint = self._endpoints.add(entry)
+        self._monitors.add(self._monitor(endpoint))
+        return endpoint.endpoint_id
+
+    async def remove_endpoint(self, endpoint_id: str) -> None:
+        """Use its GPUs no more; what is assigned there stays so until it is released."""
+        self._check_many()
+        if self._endpoints.get(endpoint_id) is None:
+            raise ValueError(
+                f"there is no endpoint {endpoint_id!r}; there are {[e.endpoint_id for e in self._endpoints]}"
+            )
+        await self._monitors.remove(endpoint_id)
+        self._endpoints.remove(endpoint_id)
+        if self._http is not None:
+            self._http.remove(endpoint_id)
+        self._manager.endpoint_lost(endpoint_id)
+
+    # --- what monitors tell ---
+
+    def _monitor(self, endpoint: Endpoint) -> GPUMonitor:
+        assert self._http is not None
+        client: StatsClient = self._http.client_for(endpoint.config)
+        if self._config.endpoint_is_default:
+            client = FirstThatAnswers([self._http.client_for(config) for config in (endpoint.config, SERVER_DEFAULT)])
+        return GPUMonitor(
+            endpoint,
+            client,
+            polling_interval=self._config.polling_interval,
+            max_retries=self._config.endpoint_max_retries,
+            health_check_interval=self._config.endpoint_health_check_interval,
+            on_stats=self._take,
+            on_lost=self._lose,
+            callbacks=self._callbacks,
+        )
+
+    @property
+    def _timeout_seconds(self) -> float:
+        return self._config.endpoint_timeout if self._config.multi_endpoint else self._config.request_timeout
+
+    def _pool_id(self, endpoint: Endpoint) -> str:
+        """With one endpoint GPUs are known by their numbers alone."""
+        return endpoint.endpoint_id if self._config.multi_endpoint else ""
+
+    def _take(self, endpoint: Endpoint, fetched: Fetched) -> None:
+        age = fetched.stats.sample_age_seconds + time.monotonic() - fetched.sent_at
+        stats = replace(fetched.stats, sample_age_seconds=age)
+        monitor = self._monitors.get(endpoint.endpoint_id)
+        if monitor is not None and monitor.returned_at is not None:
+            since = time.monotonic() - monitor.returned_at
+            # Alone it has nobody to share the rush with.
+            if len(self._endpoints.healthy) > 1 and (held_back := coming_back(stats, since)) is not stats:
+                stats = held_back
+            else:
+                monitor.returned_at = None
+        self._manager.update_stats(stats, endpoint_id=self._pool_id(endpoint))
+        self._endpoint_is_back.set()
+
+    def _lose(self, endpoint: Endpoint) -> None:
+        self._manager.endpoint_lost(self._pool_id(endpoint))
+
+    def _wake(self, pool_id: str) -> None:
+        for endpoint in self._endpoints:
+            if self._pool_id(endpoint) == pool_id and (monitor := self._monitors.get(endpoint.endpoint_id)):
+                monitor.wake()
+
+    def _tell_endpoints(self) -> str:
+        return "; ".join(endpoint.told() for endpoint in self._endpoints)
+
+    def _endpoint_infos(self) -> list[EndpointInfo]:
+        counts = self._manager.gpu_counts()
+        infos = []
+        for endpoint in self._endpoints:
+            total, available = counts.get(self._pool_id(endpoint), (0, 0))
+            infos.append(
+                EndpointInfo(
+                    endpoint.endpoint_id,
+                    endpoint.config.url,
+                    endpoint.is_healthy,
+                    endpoint.last_seen,
+                    total,
+                    available,
+                    endpoint.response_time_ms,
+                )
+            )
+        return infos
+
+    def _check_started(self) -> None:
+        if not self._manager.is_running:
+            raise NotStartedError("the client is not started: call start() or use it as a context manager")
+
+    def _check_many(self) -> None:
+        self._check_started()
+        if not self._config.multi_endpoint:
+            raise RuntimeError("this needs many endpoints: construct the client with service_endpoints=…")
+
+
+class GPUContextManager:
+    """`async with GPUContextManager(client) as gpu_id:`: a GPU for as long as the block runs.
+
+    Yields the GPU's number, with many endpoints its global id; for `count=` above 1 the tuple of all.
+    """
+
+    def __init__(self, client: GPUWorkerPoolClient, timeout: float | None = None, **wishes: Any) -> None:
+        self._client = client
+        self._timeout = timeout
+        self._wishes = wishes
+        self.assignment: GPUAssignment | None = None
+
+    async def __aenter__(self) -> Any:
+        assignment = self.assignment = await self._client.request_gpu(self._timeout, **self._wishes)
+        ids: tuple[GPUId, ...] = assignment.gpu_ids
+        return ids if len(ids) > 1 else assignment.gpu_id
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assignment, self.assignment = self.assignment, None
+        if assignment is not None:
+            await self._client.release_gpu(assignment)
+
+
+@asynccontextmanager
+async def gpu_worker_pool_client(**kwargs: Any) -> AsyncIterator[GPUWorkerPoolClient]:
+    """A started client, stopped at the end of the block."""
+    async with GPUWorkerPoolClient(**kwargs) as client:
+        yield client

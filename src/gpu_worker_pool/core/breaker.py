@@ -1,0 +1,130 @@
+"""The circuit breaker of one endpoint: whether to ask it now, and when again. It is told the time and the jitter."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.core.moves import IllegalMoveError, State
+from gpu_worker_pool.errors import IllegalEventError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class BreakerState(State):
+    #: The endpoint is asked as often as anyone likes.
+    CLOSED = "closed"
+    #: It failed and is left alone until `retry_at`.
+    OPEN = "open"
+    #: One caller at a time may ask it; the others go by what that one finds.
+    HALF_OPEN = "half_open"
+
+
+#: From each state where it may go, and what takes it there.
+BREAKER_MOVES: Mapping[BreakerState, Mapping[BreakerState, str]] = {
+    BreakerState.CLOSED: {BreakerState.OPEN: "a fetch and all its retries failed"},
+    BreakerState.OPEN: {BreakerState.HALF_OPEN: "its time is over, or an administrator asks for a probe"},
+    BreakerState.HALF_OPEN: {
+        BreakerState.CLOSED: "the probe succeeded",
+        BreakerState.OPEN: "the probe failed",
+    },
+}
+
+
+class Breaker:
+    """Every `try_enter` that said yes must be answered by exactly one `succeeded`, `failed` or `left`.
+
+    Who entered before the breaker opened may answer after it did; such a late answer tells nothing new. The
+    probe waits until all of them are out, so that no late answer can be taken for the probe's.
+    """
+
+    def __init__(self, open_seconds: float = 5.0, longest_open_seconds: float = 300.0) -> None:
+        # The comparison is false for NaN, too.
+        if not 0 < open_seconds <= longest_open_seconds < inf:
+            raise ValueError(
+                "open_seconds must be above 0 and at most longest_open_seconds, which must be finite, "
+                f"not {open_seconds!r} and {longest_open_seconds!r}"
+            )
+        self.open_seconds = open_seconds
+        self.longest_open_seconds = longest_open_seconds
+        #: When the next probe may be made; `None` while closed. In the past while half open.
+        self.retry_at: float | None = None
+        #: Failures in a row; late answers are not among them.
+        self.failures = 0
+        #: How often a working endpoint was lost; a failed probe does not count again.
+        self.times_opened = 0
+        #: Since when the endpoint has been lost; `None` while closed.
+        self.opened_at: float | None = None
+        #: When it last came back; `None` where it was never lost, or never came back.
+        self.recovered_at: float | None = None
+        self.probes_begun = 0
+        # Doubled rather than computed from `failures`, whose power of two would some day be no float.
+        self._nominal_seconds = open_seconds
+        self._inside = 0
+        self._last_state = BreakerState.CLOSED
+
+    def __repr__(self) -> str:
+        retry = "" if self.retry_at is None else f", retry_at={self.retry_at}"
+        return f"<Breaker {self._last_state}, {self._inside} inside, {self.failures} failures in a row{retry}>"
+
+    def state(self, now: float) -> BreakerState:
+        return BreakerState.HALF_OPEN if self._is_open_time_over(now) else self._last_state
+
+    def try_enter(self, now: float) -> bool:
+        if self._last_state is not BreakerState.CLOSED:
+            if self._inside or self.state(now) is not BreakerState.HALF_OPEN:
+                return False
+            if self._last_state is BreakerState.OPEN:
+                self._move(BreakerState.HALF_OPEN)
+            self.probes_begun += 1
+        self._inside += 1
+        return True
+
+    def succeeded(self, now: float) -> None:
+        self._leave()
+        if self._last_state is BreakerState.HALF_OPEN:
+            self._move(BreakerState.CLOSED)
+            self.retry_at = self.opened_at = None
+            self.recovered_at = now
+            self._nominal_seconds = self.open_seconds
+        if self._last_state is BreakerState.CLOSED:
+            self.failures = 0
+
+    def failed(self, now: float, jitter: float) -> None:
+        """`jitter`, from 0 to below 1, spreads the probes of clients that lost the endpoint together."""
+        if not 0 <= jitter < 1:
+            raise ValueError(f"jitter must be from 0 to below 1, not {jitter!r}")
+        self._leave()
+        if self._last_state is BreakerState.OPEN:
+            return
+        if self._last_state is BreakerState.CLOSED:
+            self.times_opened += 1
+            self.opened_at = now
+        else:
+            self._nominal_seconds = min(2 * self._nominal_seconds, self.longest_open_seconds)
+        self._move(BreakerState.OPEN)
+        self.failures += 1
+        self.retry_at = now + self._nominal_seconds * (0.75 + 0.5 * jitter)
+
+    def left(self) -> None:
+        """Free the place without a verdict: the fetch was cancelled, or its answer says nothing about health."""
+        self._leave()
+
+    def probe_soon(self, now: float) -> None:
+        """Let the next `try_enter` be a probe, whatever is left of the open time; still only one at a time."""
+        if self.retry_at is not None:
+            self.retry_at = min(self.retry_at, now)
+
+    def _is_open_time_over(self, now: float) -> bool:
+        return self._last_state is BreakerState.OPEN and self.retry_at is not None and now >= self.retry_at
+
+    def _leave(self) -> None:
+        if not self._inside:
+            raise IllegalEventError("nobody is inside the breaker: a verdict needs a try_enter() that said yes")
+        self._inside -= 1
+
+    def _move(self, target: BreakerState) -> None:
+        if target not in BREAKER_MOVES[self._last_state]:
+            raise IllegalMoveError(f"a breaker does not go from {self._last_state} to {target}")
+        self._last_state = target
