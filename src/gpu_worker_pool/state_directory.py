@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Locks and shared files cannot be relied on there; and one folder would be several hosts'.
+NETWORK_FILE_SYSTEMS = frozenset(
+    ["9p", "afs", "beegfs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "lustre", "nfs", "nfs4", "smb3", "smbfs"]
+)
 #: An administrator makes it, writable for those who share the GPUs.
 SHARED_DIRECTORY = Path("/var/lib/gpu-pool")
 
@@ -24,9 +28,12 @@ def state_directory(chosen: str | None = None, environ: Mapping[str, str] | None
     """
     env = os.environ if environ is None else environ
     try:
-        return _state_directory((chosen or env.get("GPU_POOL_STATE_DIR", "")).strip(), env)
+        directory = _state_directory((chosen or env.get("GPU_POOL_STATE_DIR", "")).strip(), env)
     except RuntimeError as error:  # nobody's home is known, or the one that was named
         raise OSError(errno.ENOENT, f"{error}; set GPU_POOL_STATE_DIR") from error
+    if (kind := _file_system(directory.resolve())) in NETWORK_FILE_SYSTEMS:
+        raise OSError(errno.ENOTSUP, f"on a network file system ({kind}); set GPU_POOL_STATE_DIR", str(directory))
+    return directory
 
 
 def _state_directory(chosen: str, env: Mapping[str, str]) -> Path:
@@ -43,3 +50,15 @@ def _state_directory(chosen: str, env: Mapping[str, str]) -> Path:
         "%s is not there or not writable: sharing with your own programs only, in %s", SHARED_DIRECTORY, directory
     )
     return directory
+
+
+def _file_system(path: Path) -> str:
+    """Its kind, such as `ext4`, by the mount that the path is on."""
+    kind, longest = "", -1
+    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+        before, _, after = line.partition(" - ")
+        # Blanks in it are written as \\040; a state directory on such a mount is taken for one on its parent.
+        mount = Path(before.split()[4])
+        if path.is_relative_to(mount) and len(mount.parts) >= longest:
+            kind, longest = after.split()[0], len(mount.parts)
+    return kind

@@ -63,6 +63,15 @@ def test_a_tool_that_hangs_lets_readings_age_and_is_not_run_twice(tmp_path: Path
         eventually(lambda: "GPU readings are healthy again" in server.log)
 
 
+def test_a_stop_leaves_no_hanging_tool_behind(tmp_path: Path, smi: FakeNvidiaSMI) -> None:
+    smi.hang()
+    with serve(tmp_path, smi) as server:
+        eventually(lambda: smi.pids)
+        _, seconds = server.terminate()
+        assert seconds < 5
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in smi.pids), 5)
+
+
 @pytest.mark.timeout(90)
 def test_readings_too_old_to_be_told_are_not_told_and_come_back(tmp_path: Path, smi: FakeNvidiaSMI) -> None:
     with serve(tmp_path, smi) as server:

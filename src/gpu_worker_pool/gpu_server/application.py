@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import threading
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 FIRST_SAMPLE_SECONDS = 2.0
 #: How often health is looked at for those who listen to `/events`.
 HEALTH_SECONDS = 1.0
+SAME_LINE_SECONDS = 60.0
 
 
 def create_app(settings: ServerSettings | None = None, reader: Reader | None = None) -> FastAPI:
@@ -118,14 +121,18 @@ async def _not_found(request: Request, error: Exception) -> JSONResponse:
 
 async def _watch_health(view: HostView, stream: EventStream) -> None:
     told = view.health()
+    logged_at: dict[tuple[str, str | None], float] = {}
     while True:
         await asyncio.sleep(HEALTH_SECONDS)
         stream.keep_alive()
         health = view.health()
-        if health.status != told.status:
-            _log_health(health)
         if (health.status, health.code) != (told.status, told.code):
             stream.publish(health_event(health))
+            # A driver that comes and goes all the time is worth a line a minute.
+            now = time.monotonic()
+            if now - logged_at.get((health.status, health.code), -math.inf) > SAME_LINE_SECONDS:
+                logged_at[health.status, health.code] = now
+                _log_health(health)
         told = health
 
 

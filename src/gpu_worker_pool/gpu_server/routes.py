@@ -11,10 +11,9 @@ from fastapi import HTTPException, Query, Request, Response
 from gpu_worker_pool.gpu_server import schemas
 from gpu_worker_pool.gpu_server.events import EventStreamResponse, event, json_event
 from gpu_worker_pool.gpu_server.metrics import render
-from gpu_worker_pool.gpu_server.rows import driver_facts, history_row
+from gpu_worker_pool.gpu_server.rows import driver_facts
 from gpu_worker_pool.gpu_server.view import Answer
 from gpu_worker_pool.hardware.sampler import boot_time
-from gpu_worker_pool.hardware.samples import DriverAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.gpu_server.hot import HotFastAPI
     from gpu_worker_pool.gpu_server.settings import ServerSettings
     from gpu_worker_pool.gpu_server.view import Health, HostView, Kind, Shown
+    from gpu_worker_pool.hardware.samples import GPUSample
 
 _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
     503: {"model": schemas.Problem, "description": "No sample is recent enough to be told; the body names the cause."}
@@ -170,18 +170,13 @@ def _history(view: HostView, gpu_id: int | None, limit: int | None) -> Answer:
     gpus = [gpu for gpu in visible if gpu_id is None or gpu.index == gpu_id]
     if gpu_id is not None and not gpus:
         raise HTTPException(404, f"there is no GPU {gpu_id}; shown: {[gpu.index for gpu in visible]}")
-    readings: dict[str, list[dict[str, Any]]] = {gpu.identity: [] for gpu in gpus}
-    samples = list(view.history)
-    for sample in samples[-limit:] if limit else samples:
-        assert isinstance(sample.answer, DriverAnswer)  # no other is kept
-        for gpu in sample.answer.gpus:
-            if gpu.identity in readings:
-                readings[gpu.identity].append(history_row(sample, gpu))
-    body = {
-        "max_history": view.history.maxlen,
-        "gpus": [
-            {"gpu_id": gpu.index, "name": gpu.name, "uuid": gpu.uuid, "readings": readings[gpu.identity]}
-            for gpu in gpus
-        ],
-    }
-    return Answer(200, json.dumps(body, allow_nan=False).encode())
+    age = max(boot_time() - view.shown.sample.begun_at, 0.0)
+    opening = b'{"max_history":%d,"sample_age_seconds":%.3f,"gpus":[' % (view.history.maxlen or 0, age)
+    samples = list(view.history)[-limit:] if limit else list(view.history)
+    return Answer(200, opening + b",".join(_history_of(gpu, samples) for gpu in gpus) + b"]}")
+
+
+def _history_of(gpu: GPUSample, samples: list[dict[str, bytes]]) -> bytes:
+    facts = json.dumps({"gpu_id": gpu.index, "name": gpu.name, "uuid": gpu.uuid})
+    rows = b",".join(row for sample in samples if (row := sample.get(gpu.identity)) is not None)
+    return b'%b,"readings":[%b]}' % (facts[:-1].encode(), rows)

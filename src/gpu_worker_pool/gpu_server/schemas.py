@@ -116,6 +116,7 @@ class GPUHistory(BaseModel):
 
 class History(BaseModel):
     max_history: int
+    sample_age_seconds: float = Field(ge=0, description="Of the newest sample; what was is told however old it is.")
     gpus: list[GPUHistory]
 
 

@@ -27,14 +27,32 @@ N = TypeVar("N", int, float)
 LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 DEFAULT_LOG_FORMAT: Final = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 DEFAULT_DESCRIPTION: Final = "A server that provides GPU statistics including memory usage and utilization"
+#: Where something else is than the pages that `DOCS_URL` and `REDOC_URL` place.
+OWN_PATHS: Final = (
+    "",
+    "/",
+    "/config",
+    "/events",
+    "/gpu/count",
+    "/gpu/history",
+    "/gpu/stats",
+    "/gpu/summary",
+    "/health",
+    "/metrics",
+    "/openapi.json",
+)
 _TRUE: Final = frozenset({"true", "1", "yes", "on"})
 _FALSE: Final = frozenset({"false", "0", "no", "off"})
 _PATH: Final = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
 
 
-def read_environment() -> dict[str, str]:
+def read_environment(complain: Callable[[str], object] | None = None) -> dict[str, str]:
     """The process's variables, and below them what a `.env` file in the working directory sets."""
-    from_file = {name: value for name, value in dotenv_values(".env").items() if value is not None}
+    try:
+        from_file = {name: value for name, value in dotenv_values(".env").items() if value is not None}
+    except (OSError, UnicodeDecodeError) as error:
+        (complain or _log_problem)(f".env cannot be read ({error}): doing without")
+        from_file = {}
     return from_file | dict(os.environ)
 
 
@@ -51,7 +69,7 @@ def get_float_env(key: str, default: float, environ: Mapping[str, str] | None = 
 
 
 def get_int_env(key: str, default: int, environ: Mapping[str, str] | None = None) -> int:
-    return _get(key, default, environ, int, _log_problem)
+    return _get(key, default, environ, _parse_int, _log_problem)
 
 
 def _get(
@@ -61,7 +79,7 @@ def _get(
     parse: Callable[[str], T],
     complain: Callable[[str], object],
 ) -> T:
-    text = (read_environment() if environ is None else environ).get(key, "").strip()
+    text = _printable((read_environment() if environ is None else environ).get(key, "").strip())
     if not text:
         return default
     try:
@@ -70,6 +88,11 @@ def _get(
         # The value may be anything, also a secret in the wrong place: cut it short, keep it on one line.
         complain(f"{key}={text[:40]!r} cannot be used ({str(reason)[:200]}): using {default!r}")
         return default
+
+
+def _printable(text: str) -> str:
+    """What was no UTF-8 could be sent to nobody."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _log_problem(problem: str) -> None:
@@ -84,8 +107,17 @@ def _parse_bool(text: str) -> bool:
     raise ValueError("expected true or false")
 
 
+def _parse_int(text: str) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+        raise ValueError("expected a whole number")
+    return int(text)
+
+
 def _parse_float(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError("expected a number") from None
     if not math.isfinite(number):
         raise ValueError("expected a finite number")
     return number
@@ -122,7 +154,10 @@ def _parse_path(text: str) -> str:
 
 def _parse_log_format(text: str) -> str:
     if text != "json":
-        logging.Formatter(text)  # raises a ValueError that says what is wrong
+        try:
+            logging.Formatter(text).format(logging.LogRecord("name", logging.INFO, "path", 1, "message", (), None))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
     return text
 
 
@@ -161,20 +196,26 @@ class ServerSettings:
         cls, environ: Mapping[str, str] | None = None, complain: Callable[[str], object] = _log_problem
     ) -> Self:
         """`complain` is told of every value that cannot be used."""
-        env = read_environment() if environ is None else environ
+        env = read_environment(complain) if environ is None else environ
 
         def get(key: str, default: T, parse: Callable[[str], T]) -> T:
             return _get(key, default, env, parse, complain)
 
-        workers = get("WORKERS", cls.workers, _within(int, 1, 1024))
+        workers = get("WORKERS", cls.workers, _within(_parse_int, 1, 1024))
         docs_url = get("DOCS_URL", cls.docs_url, _parse_path)
         redoc_url = get("REDOC_URL", cls.redoc_url, _parse_path)
-        if docs_url == redoc_url:
-            complain(f"DOCS_URL and REDOC_URL are both {docs_url!r}: using {cls.docs_url!r} and {cls.redoc_url!r}")
+        api_prefix = get("API_PREFIX", cls.api_prefix, _parse_prefix)
+        taken = {api_prefix + path for path in OWN_PATHS}
+        if docs_url == redoc_url or {docs_url, redoc_url} & taken:
+            complain(
+                f"DOCS_URL={docs_url!r} and REDOC_URL={redoc_url!r} must differ from each other and from the other "
+                f"routes: using {cls.docs_url!r} and {cls.redoc_url!r}"
+            )
             docs_url, redoc_url = cls.docs_url, cls.redoc_url
+        visible = env.get("CUDA_VISIBLE_DEVICES")
         return cls(
             host=get("HOST", cls.host, str),
-            port=get("PORT", cls.port, _within(int, 0, 65535)),
+            port=get("PORT", cls.port, _within(_parse_int, 0, 65535)),
             # uvicorn can do one of the two; whoever asks for workers does not develop.
             reload=get("RELOAD", cls.reload, _parse_bool) and workers == 1,
             log_level=get("LOG_LEVEL", cls.log_level, _one_of(*LOG_LEVELS)),
@@ -186,11 +227,11 @@ class ServerSettings:
             docs_url=docs_url,
             redoc_url=redoc_url,
             enable_cors=get("ENABLE_CORS", cls.enable_cors, _parse_bool),
-            api_prefix=get("API_PREFIX", cls.api_prefix, _parse_prefix),
+            api_prefix=api_prefix,
             refresh_interval=get("REFRESH_INTERVAL", cls.refresh_interval, _within(_parse_float, 0.05, 3600)),
-            max_history=get("MAX_HISTORY", cls.max_history, _within(int, 1, 10_000)),
+            max_history=get("MAX_HISTORY", cls.max_history, _within(_parse_int, 1, 10_000)),
             log_format=get("LOG_FORMAT", cls.log_format, _parse_log_format),
-            cuda_visible_devices=env.get("CUDA_VISIBLE_DEVICES"),
+            cuda_visible_devices=None if visible is None else _printable(visible),
             gpu_pool_state_dir=get("GPU_POOL_STATE_DIR", cls.gpu_pool_state_dir, str),
             gpu_backend=get("GPU_BACKEND", cls.gpu_backend, check_backend),
         )

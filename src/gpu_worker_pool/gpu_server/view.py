@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from gpu_worker_pool.gpu_server.rows import count_body, stats_body, summary_body
+from gpu_worker_pool.gpu_server.rows import count_body, history_row, stats_body, summary_body
 from gpu_worker_pool.hardware.readers.nvidia_smi import nvidia_smi_available
 from gpu_worker_pool.hardware.sampler import TAKE_OVER_INTERVALS, Seen, boot_time
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
@@ -49,7 +49,7 @@ class Shown:
         if opening is None:
             body = _BODIES[kind](self.sample, self.visibility.gpus)
             # Without the last brace: the age comes behind it, anew for everybody who asks.
-            opening = self._bodies[kind] = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()[:-1]
+            opening = self._bodies[kind] = _as_bytes(body)[:-1]
         return b'%b,"sample_age_seconds":%.3f}' % (opening, max(now - self.sample.begun_at, 0.0))
 
 
@@ -77,19 +77,19 @@ class HostView:
     ) -> None:
         self.filter = VisibilityFilter(visible_devices)
         self.shown: Shown | None = None
-        #: The samples that told something, oldest first.
-        self.history: deque[Sample] = deque(maxlen=max_history)
+        #: Of every sample that told something, oldest first: the rows of `/gpu/history`, by GPU.
+        self.history: deque[dict[str, bytes]] = deque(maxlen=max_history)
         self.nvidia_smi_available = nvidia_smi_available()
         self._see = see
         self._clock = clock
         self._usable_seconds = max(USABLE_SECONDS, TAKE_OVER_INTERVALS * interval_seconds)
-        #: When a sample is late, though not yet too old to be told.
-        self._late_seconds = min(TAKE_OVER_INTERVALS * interval_seconds + 1.0, self._usable_seconds)
+        self._expected_seconds = TAKE_OVER_INTERVALS * interval_seconds + 1.0
 
     def take(self, sample: Sample) -> None:
         if isinstance(sample.answer, DriverAnswer):
             self.shown = Shown(sample, self.filter.apply(sample.answer.gpus))
-            self.history.append(sample)
+            gpus = self.shown.visibility.gpus
+            self.history.append({gpu.identity: _as_bytes(history_row(sample, gpu)) for gpu in gpus})
         else:
             self.nvidia_smi_available = nvidia_smi_available()
 
@@ -117,7 +117,10 @@ class HostView:
         age = None if self.shown is None else max(now - self.shown.sample.begun_at, 0.0)
         status: Status = "degraded" if age is not None and age <= self._usable_seconds else "unhealthy"
         waiting_since = seen.probing_since if seen.last is None else seen.last.begun_at
-        is_late = waiting_since is not None and now - waiting_since > self._late_seconds
+        # A driver that always takes its time is slow, not late.
+        usual_seconds = 0.0 if seen.last is None else seen.last.took_seconds
+        late_seconds = min(self._expected_seconds + 2 * usual_seconds, self._usable_seconds)
+        is_late = waiting_since is not None and now - waiting_since > late_seconds
         if is_late and seen.probing_since is not None:
             waited = now - seen.probing_since
             return Health(status, f"the driver has not answered for {waited:.1f} s", "driver_hangs", age)
@@ -128,3 +131,7 @@ class HostView:
         if is_late or status == "unhealthy":
             return Health(status, f"the last sample is {age:.1f} s old", "sample_late", age)
         return Health("healthy", None, None, age)
+
+
+def _as_bytes(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()

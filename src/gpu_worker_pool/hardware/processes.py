@@ -1,4 +1,4 @@
-"""Who a process on a GPU is: what this host's /proc tells of a pid that the driver named."""
+"""Who a process is: what this host's /proc tells of a pid, one that the driver named or that holds a lock."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import os
 import pwd
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from gpu_worker_pool.core.readings import ProcessReading
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 #: The kernel's own number for it.
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
@@ -16,28 +20,63 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 def describe_process(pid: int, *, name: str | None = None, memory_used_mb: float | None = None) -> ProcessReading:
     """`name` is what the driver calls it, and all that is known of a process that our /proc does not show."""
-    folder = Path("/proc", str(pid))
+    if not _sees_the_hosts_pids():
+        return ProcessReading(pid, name=name, memory_used_mb=memory_used_mb)
     try:
-        if not _sees_the_hosts_pids():
-            return ProcessReading(pid, name=name, memory_used_mb=memory_used_mb)
-        user = _user_name(folder.stat().st_uid)
-        stat = (folder / "stat").read_text(errors="replace")
+        user = _user_name(Path("/proc", str(pid)).stat().st_uid)
+        stat = _Stat.of(pid)
     except OSError:
         return ProcessReading(pid, name=name, memory_used_mb=memory_used_mb)
-    # The command stands in brackets and may hold brackets and blanks of its own.
-    command, _, rest = stat.partition("(")[2].rpartition(")")
-    fields = rest.split()
-    started_at = int(fields[19]) / _TICKS_PER_SECOND if len(fields) > 19 else None
-    return ProcessReading(pid, started_at=started_at, name=name or command, user=user, memory_used_mb=memory_used_mb)
+    return ProcessReading(
+        pid, started_at=stat.started_at, name=name or stat.command, user=user, memory_used_mb=memory_used_mb
+    )
+
+
+def process_identity() -> dict[str, Any]:
+    """What tells this process from every other one of the host, past and future, for others to read."""
+    return {"pid": os.getpid(), "started_at": _Stat.of(os.getpid()).started_at, "namespace": _pid_namespace()}
+
+
+def is_stopped(identity: Mapping[str, Any]) -> bool:
+    """Whether the process is there and stopped, as by Ctrl-Z; False also where that cannot be known."""
+    pid = identity.get("pid")
+    if type(pid) is not int or identity.get("namespace") != _pid_namespace():
+        return False
+    try:
+        stat = _Stat.of(pid)
+    except OSError:
+        return False
+    return stat.started_at == identity.get("started_at") and stat.state in ("T", "t")
+
+
+class _Stat(NamedTuple):
+    command: str
+    state: str
+    #: Seconds since the host booted.
+    started_at: float | None
+
+    @classmethod
+    def of(cls, pid: int) -> Self:
+        text = Path("/proc", str(pid), "stat").read_text(errors="replace")
+        # The command stands in brackets and may hold brackets and blanks of its own.
+        command, _, rest = text.partition("(")[2].rpartition(")")
+        fields = rest.split()
+        started_at = int(fields[19]) / _TICKS_PER_SECOND if len(fields) > 19 else None
+        return cls(command, fields[0] if fields else "", started_at)
 
 
 @lru_cache(maxsize=1)
 def _sees_the_hosts_pids() -> bool:
     """The driver tells pids of the host; in a container with numbers of its own they would name somebody else."""
+    return _pid_namespace() == _INITIAL_PID_NAMESPACE
+
+
+@lru_cache(maxsize=1)
+def _pid_namespace() -> int | None:
     try:
-        return Path("/proc/self/ns/pid").stat().st_ino == _INITIAL_PID_NAMESPACE
+        return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
-        return False
+        return None
 
 
 @lru_cache(maxsize=256)

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpu_worker_pool.core.readings import ProcessReading
+from gpu_worker_pool.hardware.processes import is_stopped, process_identity
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, MIGSample, Sample
 
 #: Part of the file's name: versions whose lines differ do not read each other's.
 _FORMAT: Final = 1
 _READ_BYTES: Final = 1 << 20
+_IDENTITY_BYTES: Final = 128
 
 
 def boot_id() -> str:
@@ -40,7 +42,8 @@ class SampleLog:
         self._keep = keep
         self._boot_id = boot_id()
         self._last_number = 0
-        self._file = self._lock = -1
+        self._file = self._lock = self._relief = -1
+        self._locked = -1
         self._open()
 
     def _open(self) -> None:
@@ -51,26 +54,31 @@ class SampleLog:
         self._lines_in_file = 0
         self._file = _open_shared(self._path)
         self._lock = _open_shared(self._path.with_suffix(".lock"))
+        self._relief = _open_shared(self._path.with_suffix(".relief"))
 
     def close(self) -> None:
-        for descriptor in (self._file, self._lock):
+        for descriptor in (self._file, self._lock, self._relief):
             if descriptor >= 0:
                 os.close(descriptor)
-        self._file = self._lock = -1
+        self._file = self._lock = self._relief = self._locked = -1
 
     # --- the right to probe: at most one process of the host has it, and the end of the process ends it ---
 
     def try_lock(self) -> bool:
-        if os.fstat(self._file).st_nlink == 0 or os.fstat(self._lock).st_nlink == 0:
+        if any(os.fstat(descriptor).st_nlink == 0 for descriptor in (self._file, self._lock, self._relief)):
             self._open()  # somebody tidied up: what is locked here would be locked by nobody else
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        if _try_flock(self._lock):
+            self._locked = self._lock
+            os.pwrite(self._lock, json.dumps(process_identity()).encode().ljust(_IDENTITY_BYTES), 0)
+        # A program that was stopped (Ctrl-Z) while it probed must not keep all others from doing so.
+        elif is_stopped(_parse(os.pread(self._lock, _IDENTITY_BYTES, 0))) and _try_flock(self._relief):
+            self._locked = self._relief
+        return self._locked >= 0
 
     def unlock(self) -> None:
-        fcntl.flock(self._lock, fcntl.LOCK_UN)
+        if self._locked >= 0:
+            fcntl.flock(self._locked, fcntl.LOCK_UN)
+            self._locked = -1
 
     # --- reading ---
 
@@ -140,6 +148,14 @@ class SampleLog:
         if written < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._offset = offset + written
+
+
+def _try_flock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _open_shared(path: Path) -> int:

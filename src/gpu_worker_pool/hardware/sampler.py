@@ -31,6 +31,8 @@ TAKE_OVER_INTERVALS = 3
 FOLLOW_SECONDS = 0.1
 #: Whatever goes wrong, the thread does not spin.
 SHORTEST_TURN_SECONDS = 0.01
+#: A failure of ours says nothing while another process's sample is no older.
+OTHERS_SECONDS = 15.0
 #: How long to do without the file that the samples are shared by, once it could not be used.
 REOPEN_SECONDS = 10.0
 
@@ -71,6 +73,10 @@ class Sampler:
         self._log: SampleLog | None = None
         #: Whether the last sample was this process's own, so that the next one is its turn too.
         self._is_asking = False
+        #: Whether another process has sampled since this one was started.
+        self._has_company = False
+        self._has_followed = False
+        self._probed_at = -math.inf
         self._complaint = ""
         self._woken = threading.Event()
         #: A sample that began before this is not fresh enough for somebody.
@@ -95,6 +101,7 @@ class Sampler:
         """Whether the thread has ended: one that waits for a hanging driver has not, and is left to it."""
         self._is_stopping = True
         self._woken.set()
+        self._reader.interrupt()
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
@@ -124,6 +131,7 @@ class Sampler:
                     self._follow()
                     if self._is_due():
                         self._probe()
+                        self._is_up_to_date.set()
                 finally:
                     self._unlock()
             else:
@@ -134,14 +142,17 @@ class Sampler:
             self._is_up_to_date.set()
 
     def _is_due(self) -> bool:
-        last = self.seen.last
-        if last is None or last.begun_at < self._wanted_after:
+        last, now = self.seen.last, boot_time()
+        if last is None or (self._probed_at < self._wanted_after and last.begun_at < self._wanted_after):
             return True
-        age = boot_time() - last.begun_at
-        return not 0 <= age < self._patience_seconds()
+        if isinstance(last.answer, DriverFailure) and not self._is_asking:
+            # Another process could not read the GPUs. Perhaps this one can.
+            return now - self._probed_at >= TAKE_OVER_INTERVALS * self.interval_seconds
+        return not 0 <= now - last.begun_at < self._patience_seconds()
 
     def _patience_seconds(self) -> float:
-        return self.interval_seconds * (1 if self._is_asking or self._log is None else TAKE_OVER_INTERVALS)
+        is_somebodys_turn = self._log is not None and self._has_company and not self._is_asking
+        return self.interval_seconds * (TAKE_OVER_INTERVALS if is_somebodys_turn else 1)
 
     def _seconds_to_next_turn(self) -> float:
         last = self.seen.last
@@ -149,7 +160,7 @@ class Sampler:
         return due_in if self._log is None else min(due_in, FOLLOW_SECONDS)
 
     def _probe(self) -> None:
-        begun_at = boot_time()
+        begun_at = self._probed_at = boot_time()
         timestamp = datetime.now().isoformat()
         last = self.seen.last
         self.seen = Seen(self.seen.good, last, probing_since=begun_at)
@@ -162,6 +173,10 @@ class Sampler:
             if not isinstance(last.answer if last else None, DriverFailure):
                 logger.exception("the reader failed")
             answer = DriverFailure(f"unexpected: {type(error).__name__}: {error}", "reader_error")
+        if isinstance(answer, DriverFailure) and self._others_can_read(begun_at):
+            # What this process lacks, the driver or the right to use it, is no news for those who have it.
+            self.seen = Seen(self.seen.good, last)
+            return
         sample = Sample(
             number=1 if last is None else last.number + 1,
             failed_total=(0 if last is None else last.failed_total) + isinstance(answer, DriverFailure),
@@ -173,6 +188,10 @@ class Sampler:
         self._is_asking = True
         self._share(sample)
         self._take(sample)
+
+    def _others_can_read(self, now: float) -> bool:
+        good = self.seen.good
+        return good is not None and not self._is_asking and 0 <= now - good.begun_at <= OTHERS_SECONDS
 
     def _take(self, sample: Sample) -> None:
         is_good = isinstance(sample.answer, DriverAnswer)
@@ -194,8 +213,11 @@ class Sampler:
         except OSError as error:
             self._complain(error)
             return
-        for sample in samples:
+        if samples:
             self._is_asking = False
+            self._has_company = self._has_company or self._has_followed
+        self._has_followed = True
+        for sample in samples:
             self._take(sample)
 
     def _try_lock(self) -> bool:

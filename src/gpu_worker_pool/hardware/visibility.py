@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_WARNINGS = 10
+
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
@@ -74,8 +76,10 @@ class VisibilityFilter:
             return
         self._said = said
         logger.debug("%s", reasoning)
-        for warning in warnings:
+        for warning in warnings[:MOST_WARNINGS]:
             logger.warning("%s", warning)
+        if len(warnings) > MOST_WARNINGS:
+            logger.warning("CUDA_VISIBLE_DEVICES names %d more that cannot be found", len(warnings) - MOST_WARNINGS)
 
 
 def _find(token: str, gpus: Sequence[GPUSample]) -> tuple[int, str | None] | None:

@@ -98,6 +98,8 @@ def test_a_variable_sets_its_field(
         ("MAX_HISTORY", "1e3"),
         ("LOG_FORMAT", "%(nothing"),
         ("LOG_FORMAT", "plain"),
+        ("LOG_FORMAT", "%(request_id)s %(message)s"),
+        ("LOG_FORMAT", "%(message)d"),
         ("GPU_BACKEND", "cuda"),
         ("GPU_BACKEND", "simulated:"),
         ("GPU_BACKEND", "simulated:99999"),
@@ -115,10 +117,37 @@ def test_workers_and_reload_exclude_each_other() -> None:
     assert ServerSettings.from_environment({"WORKERS": "2", "RELOAD": "true"}).reload is False
 
 
-def test_two_pages_under_one_path_have_their_defaults(caplog: pytest.LogCaptureFixture) -> None:
-    settings = ServerSettings.from_environment({"DOCS_URL": "/x", "REDOC_URL": "/x"})
-    assert (settings.docs_url, settings.redoc_url) == ("/docs", "/redoc")
-    assert "DOCS_URL and REDOC_URL are both '/x'" in caplog.text
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"DOCS_URL": "/x", "REDOC_URL": "/x"},
+        {"DOCS_URL": "/health"},
+        {"REDOC_URL": "/openapi.json"},
+        {"REDOC_URL": "/api/gpu/stats", "API_PREFIX": "/api"},
+    ],
+)
+def test_pages_that_would_hide_something_have_their_defaults(
+    settings: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = ServerSettings.from_environment(settings)
+    assert (found.docs_url, found.redoc_url) == ("/docs", "/redoc")
+    assert "must differ" in caplog.text
+
+
+def test_what_is_no_text_can_still_be_shown() -> None:
+    found = ServerSettings.from_environment({"TITLE": "caf\udce9", "CUDA_VISIBLE_DEVICES": "\udcff"})
+    assert (found.title, found.cuda_visible_devices) == ("caf\ufffd", "\ufffd")
+
+
+@pytest.mark.parametrize("content", ["TITLE=café\n".encode("latin-1"), "TITLE=x\n".encode("utf-16")])
+def test_a_dotenv_file_that_cannot_be_read_is_done_without(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / ".env").write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TITLE", raising=False)
+    assert ServerSettings.from_environment().title == "GPU Statistics Server"
+    assert caplog.text.count(".env cannot be read") == 1
 
 
 def test_a_long_value_is_cut_short_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -103,6 +104,17 @@ def test_a_failure_and_then_a_hang_is_a_hang() -> None:
     assert host.status() == (200, "degraded", "driver_hangs")
 
 
+def test_a_driver_that_always_takes_its_time_is_slow_and_not_late() -> None:
+    host = Host()
+    for _ in range(3):
+        sample = host.sample()
+        host.seen = Seen(None, replace(sample, took_seconds=3.6), probing_since=host.now + 3.6)
+        host.now += 7.2
+        assert host.status() == (200, "healthy", None)
+    host.now += 5
+    assert host.status() == (200, "degraded", "driver_hangs")
+
+
 def test_the_age_is_told_anew_to_everybody_who_asks() -> None:
     host = Host()
     host.sample()
@@ -129,10 +141,10 @@ def test_history_is_bounded_and_holds_what_told_something() -> None:
     for turn in range(8):
         host.now += 1
         if turn % 3:
-            numbers.append(host.sample().number)
+            numbers.append(host.sample(DriverAnswer((GPUSample(0, "A", utilization_percent=turn),))).number)
         else:
             host.sample(DriverFailure("no", "no"))
-    assert [sample.number for sample in host.view.history] == numbers[-3:]
+    assert [json.loads(rows["gpu-0"])["utilization_percent"] for rows in host.view.history] == [4, 5, 7]
 
 
 def test_the_filter_is_applied() -> None:

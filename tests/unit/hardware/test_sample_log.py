@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.waiting import eventually
 
 from gpu_worker_pool.core.readings import ProcessReading
 from gpu_worker_pool.hardware import sample_log
@@ -305,3 +310,32 @@ def test_in_a_folder_for_all_the_file_is_for_all(tmp_path: Path) -> None:
         SampleLog(folder, "real", keep=3).close()
     assert {file.stat().st_mode & 0o777 for file in shared.iterdir()} == {0o666}
     assert all(not file.stat().st_mode & 0o022 for file in private.iterdir())
+
+
+HOLDS_THE_LOCK = """
+import sys, time
+from pathlib import Path
+from gpu_worker_pool.hardware.sample_log import SampleLog
+log = SampleLog(Path(sys.argv[1]), "real", keep=3)
+assert log.try_lock()
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_stopped_program_does_not_keep_others_from_probing(logs: list[SampleLog], tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDS_THE_LOCK, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert not logs[0].try_lock(), "it runs, and has the lock"
+        holder.send_signal(signal.SIGSTOP)
+        eventually(logs[0].try_lock)
+        assert not logs[1].try_lock(), "one is enough"
+        logs[0].unlock()
+        assert logs[1].try_lock()
+        logs[1].unlock()
+        holder.send_signal(signal.SIGCONT)
+        time.sleep(0.2)
+        assert not logs[0].try_lock(), "it runs again"
+        holder.kill()
+    eventually(logs[0].try_lock)

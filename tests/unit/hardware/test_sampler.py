@@ -31,6 +31,7 @@ class Driver:
         self.answers.set()
         self.error: Exception | None = None
         self.closed = 0
+        self.interrupted = 0
 
     def read(self) -> DriverAnswer:
         self.reads += 1
@@ -43,6 +44,9 @@ class Driver:
             return DriverAnswer((GPUSample(0, f"read {self.reads}"),), "1", "test")
         finally:
             self.at_once -= 1
+
+    def interrupt(self) -> None:
+        self.interrupted += 1
 
     def close(self) -> None:
         self.closed += 1
@@ -60,10 +64,12 @@ def start(driver: Driver, tmp_path: Path) -> Iterator[Callable[..., Sampler]]:
     started: list[Sampler] = []
     (tmp_path / "state").mkdir()
 
-    def start(*, shared: bool = True, interval: float = INTERVAL, keep: int = 50) -> Sampler:
+    def start(
+        *, shared: bool = True, interval: float = INTERVAL, keep: int = 50, reader: Driver | None = None
+    ) -> Sampler:
         taken: list[Sample] = []
         sampler = Sampler(
-            driver,
+            reader or driver,
             interval_seconds=interval,
             on_sample=taken.append,
             open_log=(lambda: SampleLog(tmp_path / "state", "real", keep=keep)) if shared else None,
@@ -225,6 +231,7 @@ def test_stopping_closes_the_reader_and_does_not_wait_for_a_hanging_driver(
     driver.answers.set()
     assert sampler.stop(5)
     assert driver.closed == 1
+    assert driver.interrupted == 2
 
 
 def test_a_folder_that_is_removed_or_replaced_costs_a_line_of_log(
@@ -260,3 +267,43 @@ def test_a_sample_from_the_future_stops_nobody(start: Callable[..., Sampler], tm
     eventually(lambda: len(sampler.taken) > 3)
     assert sampler.seen.last is not None
     assert sampler.seen.last.begun_at <= boot_time()
+
+
+@pytest.mark.parametrize("blind_interval", [INTERVAL, INTERVAL / 4, INTERVAL * 4])
+@pytest.mark.parametrize("blind_first", [True, False])
+def test_one_that_cannot_read_the_gpus_blinds_nobody_who_can(
+    start: Callable[..., Sampler], blind_interval: float, blind_first: bool
+) -> None:
+    blind = Driver()
+    blind.error = DriverError("no driver here", code="not_here")
+    started = {}
+    for name in ("blind", "seeing") if blind_first else ("seeing", "blind"):
+        is_blind = name == "blind"
+        started[name] = start(reader=blind, interval=blind_interval) if is_blind else start()
+        eventually(lambda name=name: started[name].seen.last)
+    seeing = started["seeing"]
+    eventually(lambda: isinstance(seeing.seen.last.answer, DriverAnswer))
+    since = len(seeing.taken)
+    eventually(lambda: len(seeing.taken) > since + 20)
+    failures = [sample for sample in seeing.taken[since:] if isinstance(sample.answer, DriverFailure)]
+    assert failures == []
+    eventually(lambda: isinstance(started["blind"].seen.last.answer, DriverAnswer))
+
+
+def test_a_restart_does_not_wait_for_somebody_who_is_gone(start: Callable[..., Sampler], driver: Driver) -> None:
+    first = start(interval=0.5)
+    eventually(lambda: first.taken)
+    assert first.stop(5)
+    reads, begun = driver.reads, time.monotonic()
+    start(interval=0.5)
+    eventually(lambda: driver.reads > reads)
+    assert time.monotonic() - begun < 1.2
+
+
+def test_a_probe_longer_than_the_interval_is_up_to_date_too(start: Callable[..., Sampler], driver: Driver) -> None:
+    driver.answers.clear()
+    sampler = start(interval=0.05)
+    threading.Timer(0.3, driver.answers.set).start()
+    begun = time.monotonic()
+    assert sampler.wait_until_up_to_date(5)
+    assert time.monotonic() - begun < 2

@@ -18,6 +18,10 @@ class Reader(Protocol):
         """All GPUs of the host; raises `DriverError` where none of them could be asked."""
         ...
 
+    def interrupt(self) -> None:
+        """Called from another thread: end what `read` waits for, where it can be ended, and start nothing more."""
+        ...
+
     def close(self) -> None:
         """Let go of the driver; `read` may still be called."""
         ...

@@ -40,6 +40,9 @@ class AutoReader:
                     code=error.code,
                 ) from nvml_error
 
+    def interrupt(self) -> None:
+        self._nvidia_smi.interrupt()
+
     def close(self) -> None:
         self._nvml.close()
         self._nvidia_smi.close()

@@ -71,6 +71,9 @@ class NvidiaSMIReader:
         self._seen = {gpu.pci_bus_id or gpu.index: gpu for gpu in gpus}
         return DriverAnswer(tuple(gpus), driver_version=self._driver_version, backend="nvidia-smi")
 
+    def interrupt(self) -> None:
+        self._tool.interrupt()
+
     def close(self) -> None:
         """Nothing is held between reads: each ends its own process, and one that hangs is reaped when it ends."""
 

@@ -53,6 +53,9 @@ class NVMLReader:
                 self._library.load_anew_next_time()
             return DriverAnswer(gpus, driver_version=nvml.driver_version, backend="nvml")
 
+    def interrupt(self) -> None:
+        """A call into the driver cannot be ended; it holds up nothing but its own thread."""
+
     def close(self) -> None:
         """May be called while another thread is inside a read that hangs: that read then lets go at its end."""
         self._library.close()

@@ -95,6 +95,9 @@ class SimulatedReader:
         gpus = tuple(self._gpu(index, by_gpu.get(simulated_uuid(index), ()), now) for index in range(self._host.count))
         return DriverAnswer(gpus, driver_version=None, backend="simulated")
 
+    def interrupt(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

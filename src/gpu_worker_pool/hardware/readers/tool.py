@@ -54,6 +54,8 @@ class Tool:
         self._environment = environment
         self._kill_group = kill_group
         self._unkillable: subprocess.Popen[bytes] | None = None
+        self._running: subprocess.Popen[bytes] | None = None
+        self._is_interrupted = False
 
     def run(self, arguments: Sequence[str], deadline: float) -> ToolOutput:
         if self._unkillable is not None:
@@ -62,8 +64,10 @@ class Tool:
             self._unkillable = None
         if time.monotonic() >= deadline:
             raise self._hangs()
-        process = self._start(arguments)
+        process = self._running = self._start(arguments)
         try:
+            if self._is_interrupted:
+                raise DriverError("nvidia-smi is not waited for: reading is over.", code="interrupted")
             try:
                 written = _collect(process, deadline)
             finally:
@@ -74,6 +78,14 @@ class Tool:
             megabytes = _LARGEST_OUTPUT_BYTES // 1024**2
             raise DriverError(f"nvidia-smi wrote more than {megabytes} MiB: run it by hand to see what is wrong.")
         return ToolOutput(process.returncode, *written)
+
+    def interrupt(self) -> None:
+        """From another thread: nobody waits for the tool any more."""
+        self._is_interrupted = True
+        process = self._running
+        if process is not None and process.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):
+                self._kill_group(process.pid, signal.SIGKILL)
 
     def _hangs(self) -> DriverError:
         message = f"nvidia-smi did not answer within {self._timeout_seconds:g} s and was stopped: look for Xid errors"
