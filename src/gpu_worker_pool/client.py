@@ -327,9 +327,8 @@ class GPUWorkerPoolClient:
         """Use its GPUs no more; what is assigned there stays so until it is released."""
         self._check_many()
         if self._endpoints.get(endpoint_id) is None:
-            raise ValueError(
-                f"there is no endpoint {endpoint_id!r}; there are {[e.endpoint_id for e in self._endpoints]}"
-            )
+            known = ", ".join(endpoint.endpoint_id for endpoint in self._endpoints)
+            raise ValueError(f"there is no endpoint {endpoint_id!r}; there are {known}")
         await self._monitors.remove(endpoint_id)
         self._endpoints.remove(endpoint_id)
         if self._http is not None:

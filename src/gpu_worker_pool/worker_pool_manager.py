@@ -16,6 +16,7 @@ from inspect import iscoroutinefunction
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+from gpu_worker_pool import pool_events
 from gpu_worker_pool.clocks import LoopClock
 from gpu_worker_pool.config import EnvironmentConfigurationManager, MultiEndpointConfigurationManager
 from gpu_worker_pool.core import (
@@ -152,7 +153,7 @@ class WorkerPoolManager:
         self._timer: Timer | None = None
         self._timer_at = 0.0
         #: Asked for with every reading, not with every request.
-        self._is_talkative = _log.isEnabledFor(logging.INFO)
+        self._is_talkative = pool_events.is_wanted()
         self._pool = Pool(self._settings)
         #: How often each of several endpoints was granted a request.
         self.grants: dict[str, int] = {}
@@ -247,8 +248,7 @@ class WorkerPoolManager:
         try:
             self._perform_all(effects)
             if self._is_talkative and not answer.done():
-                ahead, free = len(pool.queue) - 1, pool.allocator.available(now)
-                _log.info("%s waits for %s; %d others wait, %d GPUs are free", name, wishes, ahead, free)
+                pool_events.blocked(name, wishes, len(pool.queue) - 1, pool.allocator.available(now))
             answered = await answer
         except BaseException:
             # Cancelled or thrown away; whether it was granted in this very step, the pool knows, and takes it back.
@@ -294,7 +294,7 @@ class WorkerPoolManager:
         if endpoint_id := lease.endpoint_id:
             self.grants[endpoint_id] = self.grants.get(endpoint_id, 0) + 1
         if self._is_talkative:
-            _log.info("%s was assigned %s", lease.request.worker_id, shown(lease))
+            pool_events.assigned(lease)
         return assignment
 
     # ---- Giving back
@@ -328,7 +328,7 @@ class WorkerPoolManager:
         if effects:
             self._perform_all(effects)
         if self._is_talkative:
-            _log.info("%s released %s", worker_id, shown(lease))
+            pool_events.released(lease, self._now() - lease.granted_at)
 
     def _check_already_released(self, pool: Pool, assignment: GPUAssignment) -> None:
         """Nobody holds it: harmless if it was released, an error if it was lost or never ours."""
@@ -397,7 +397,7 @@ class WorkerPoolManager:
             # Assignments are named by these; better to refuse a reading than a worker.
             if endpoint_id and reading.gpu_id != (name := make_global_gpu_id(endpoint_id, reading.index)):
                 raise ValueError(f"gpu_id must be {name!r} here, endpoint and index, not {reading.gpu_id!r}")
-        self._is_talkative = _log.isEnabledFor(logging.INFO)
+        self._is_talkative = pool_events.is_wanted()
         self._explained.clear()
         self._apply(Observed(endpoint_id, readings, self._now() - age_seconds))
 

@@ -1,0 +1,47 @@
+"""What happens to workers, for the log: a sentence for people, and its parts as attributes of the record for programs.
+
+Every record has `event` (assigned, released, blocked, unblocked) and `worker_id`. At level INFO: quiet by default.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.holders import shown
+
+if TYPE_CHECKING:
+    from gpu_worker_pool.core import Lease, Wishes
+
+logger = logging.getLogger("gpu_worker_pool.worker_pool_manager")
+
+
+def is_wanted() -> bool:
+    """Worth asking before the rest is looked up: most programs do not listen."""
+    return logger.isEnabledFor(logging.INFO)
+
+
+def blocked(worker_id: str, wishes: Wishes, others_waiting: int, free_gpus: int) -> None:
+    extra = {
+        "event": "blocked",
+        "worker_id": worker_id,
+        "reason": f"{free_gpus} GPUs are free, {others_waiting} others wait",
+    }
+    message = "%s waits for %s; %d others wait, %d GPUs are free"
+    logger.info(message, worker_id, wishes, others_waiting, free_gpus, extra=extra)
+
+
+def assigned(lease: Lease) -> None:
+    worker_id = lease.request.worker_id
+    waited = lease.granted_at - lease.requested_at
+    if waited > 0:
+        extra = {"event": "unblocked", "worker_id": worker_id, "waited_seconds": waited}
+        logger.info("%s has waited %.3f s", worker_id, waited, extra=extra)
+    extra = {"event": "assigned", "worker_id": worker_id, "gpu_ids": lease.gpu_ids, "endpoint_id": lease.endpoint_id}
+    logger.info("%s was assigned %s", worker_id, shown(lease), extra=extra)
+
+
+def released(lease: Lease, held_seconds: float) -> None:
+    worker_id = lease.request.worker_id
+    extra = {"event": "released", "worker_id": worker_id, "gpu_ids": lease.gpu_ids, "held_seconds": held_seconds}
+    logger.info("%s released %s after %.3f s", worker_id, shown(lease), held_seconds, extra=extra)
