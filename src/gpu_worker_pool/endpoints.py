@@ -30,6 +30,8 @@ class Endpoint:
     last_seen: datetime | None = None
     #: Why the last fetch failed; None if it did not.
     last_error: str | None = None
+    #: Whether it was given up on for now: a fetch and its retries failed, or it refuses to answer.
+    is_lost: bool = False
     successes: int = 0
     failures: int = 0
     response_time_ms: float | None = None
@@ -45,14 +47,15 @@ class Endpoint:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it answered the last time it was asked."""
-        return self.last_fetched is not None and self.last_error is None
+        """Whether it has answered, and was not given up on since."""
+        return self.last_fetched is not None and not self.is_lost
 
     def answered(self, fetched: Fetched) -> None:
         self._count_time()
         self.last_fetched = fetched
         self.last_seen = datetime.now()
         self.last_error = None
+        self.is_lost = False
         self.successes += 1
         took_ms = fetched.took_seconds * 1000
         known = self.response_time_ms
@@ -63,6 +66,10 @@ class Endpoint:
         self._count_time()
         self.last_error = str(error)
         self.failures += 1
+
+    def lost(self) -> None:
+        self._count_time()
+        self.is_lost = True
 
     def _count_time(self) -> None:
         now = time.monotonic()

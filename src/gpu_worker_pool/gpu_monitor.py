@@ -75,7 +75,6 @@ class GPUMonitor:
         self._not_before = 0.0
         #: When it was found to be back, while it still comes back.
         self.returned_at: float | None = None
-        self._is_lost = False
         self._problems: tuple[str, ...] = ()
         self._task: asyncio.Task[None] | None = None
 
@@ -147,6 +146,7 @@ class GPUMonitor:
                     fetched = await self._client.fetch()
                 except ServiceRefusedError as error:
                     # It is there and does not want us: no reason to leave it alone, and none to use it.
+                    self.endpoint.failed(error)
                     breaker.succeeded(time.monotonic())
                     has_verdict = True
                     self._lose(error)
@@ -160,7 +160,7 @@ class GPUMonitor:
                         breaker.failed(time.monotonic(), self._draw())
                         has_verdict = True
                         self._not_before = time.monotonic() + (asked_for or 0.0)
-                        self._lose(error, is_counted=True)
+                        self._lose(error)
                         return
                     attempt += 1
                     await asyncio.sleep(delay)
@@ -191,7 +191,7 @@ class GPUMonitor:
 
     def _take(self, fetched: Fetched) -> None:
         endpoint = self.endpoint
-        was_lost, self._is_lost = self._is_lost, False
+        was_lost = endpoint.is_lost
         endpoint.answered(fetched)
         if fetched.problems != self._problems:  # said once, not with every poll
             self._problems = fetched.problems
@@ -211,12 +211,10 @@ class GPUMonitor:
             except Exception:
                 logger.exception("a callback for new statistics failed")
 
-    def _lose(self, error: Exception, *, is_counted: bool = False) -> None:
+    def _lose(self, error: Exception) -> None:
         endpoint = self.endpoint
-        if not is_counted:
-            endpoint.failed(error)
-        if not self._is_lost:
-            self._is_lost = True
+        if not endpoint.is_lost:
+            endpoint.lost()
             state = endpoint.breaker.state(time.monotonic()).value
             logger.warning(
                 "endpoint %s is down: %s",

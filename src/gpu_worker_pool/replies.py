@@ -53,7 +53,7 @@ def parse_stats(body: bytes) -> ParsedReply:
     if len(rows) > MOST_GPUS:
         raise ServiceRetryableError(f"the reply lists {len(rows)} GPUs; at most {MOST_GPUS} are believed")
     age = reply.get("sample_age_seconds", 0.0)
-    if age is None or not _is_number(age, inf) or age == inf:
+    if not _is_number(age, inf) or age == inf:
         # Of unknown age is as good as old, and from old readings nothing may be granted.
         raise ServiceRetryableError(f"sample_age_seconds is {_shown(age)}, so the age of the readings is unknown")
 

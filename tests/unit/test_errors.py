@@ -33,6 +33,7 @@ PROMISES = {
     "RetryableError": ((), True),
     "NetworkRetryableError": ((errors.RetryableError,), True),
     "ServiceRetryableError": ((errors.RetryableError,), True),
+    "ServiceRefusedError": ((errors.ServiceUnavailableError,), False),
     "DriverError": ((), True),
     "IllegalEventError": ((), False),
     "RequestMismatchError": ((errors.IllegalEventError,), False),
