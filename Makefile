@@ -42,6 +42,7 @@ test-long: $(READY) ## the same properties over many more random histories
 bench: $(READY) ## measure speed, as ratios within one run
 	$(BIN)/python -m bench.core
 	$(BIN)/python -m bench.server
+	$(BIN)/python -m bench.client
 
 format: $(READY) ## let ruff rewrite the code
 	$(BIN)/ruff check --fix

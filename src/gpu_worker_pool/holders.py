@@ -9,7 +9,12 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpu_worker_pool.errors import InvalidAssignmentError
-from gpu_worker_pool.models import GlobalGPUAssignment, GPUAssignment, assignment_of_one_gpu
+from gpu_worker_pool.models import (
+    GlobalGPUAssignment,
+    GPUAssignment,
+    assignment_of_one_gpu,
+    global_assignment_of_one_gpu,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -61,10 +66,16 @@ class Holders(dict[str, Holder]):
     def hand_over(self, lease: Lease, worker: WorkerInfo | None = None) -> GPUAssignment:
         """Make the assignment that the worker gets, and keep an eye on it."""
         worker_id = lease.request.worker_id
-        if len(lease.held) == 1 and not lease.endpoint_id:
-            gpu = lease.held[0]
+        assignment: GPUAssignment
+        if len(lease.held) == 1:
+            gpu, now = lease.held[0], datetime.now()
             uuids = () if gpu.uuid is None else (gpu.uuid,)
-            assignment = assignment_of_one_gpu(gpu.index, worker_id, datetime.now(), uuids, lease.fence)
+            if endpoint_id := lease.endpoint_id:
+                assignment = global_assignment_of_one_gpu(
+                    gpu.gpu_id, endpoint_id, gpu.index, worker_id, now, uuids, lease.fence
+                )
+            else:
+                assignment = assignment_of_one_gpu(gpu.index, worker_id, now, uuids, lease.fence)
         else:
             assignment = assignment_of(lease)
         holder = Holder(assignment, self._on_dropped)

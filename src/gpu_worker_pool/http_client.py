@@ -202,8 +202,9 @@ class MultiEndpointHTTPClientPool:
 
 async def _read(response: aiohttp.ClientResponse, most_bytes: int) -> bytes | None:
     """The body, or `None` as soon as it is known to be longer than that."""
-    if (response.content_length or 0) > most_bytes:
-        return None
+    length = response.content_length
+    if length is not None:  # which the connection then keeps to
+        return None if length > most_bytes else await response.read()
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk

@@ -314,6 +314,29 @@ class GlobalGPUAssignment(GPUAssignment):
             raise ValueError(f"{name} must all be on endpoint {self.endpoint_id!r}, not {gpu_id!r}")
 
 
+def global_assignment_of_one_gpu(
+    global_gpu_id: str,
+    endpoint_id: str,
+    local_gpu_id: int,
+    worker_id: str,
+    assigned_at: datetime,
+    gpu_uuids: tuple[str, ...],
+    fence: int,
+) -> GlobalGPUAssignment:
+    """For the pool itself, as `assignment_of_one_gpu`."""
+    assignment = object.__new__(GlobalGPUAssignment)
+    values = assignment.__dict__
+    values["global_gpu_id"] = values["gpu_id"] = global_gpu_id
+    values["endpoint_id"] = endpoint_id
+    values["local_gpu_id"] = local_gpu_id
+    values["worker_id"] = worker_id
+    values["assigned_at"] = assigned_at
+    values["gpu_ids"] = (global_gpu_id,)
+    values["gpu_uuids"] = gpu_uuids
+    values["fence"] = fence
+    return assignment
+
+
 def _do_nothing(_: object) -> None:
     pass
 
