@@ -6,11 +6,11 @@ import asyncio
 import logging
 import time
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from gpu_worker_pool.config import PoolConfig
+from gpu_worker_pool.config import LOCAL_ENDPOINT, PoolConfig
 from gpu_worker_pool.core import PoolSettings
 from gpu_worker_pool.default_endpoint import SERVER_DEFAULT, FirstThatAnswers
 from gpu_worker_pool.endpoints import EndpointManager
@@ -78,6 +78,8 @@ class GPUWorkerPoolClient:
             endpoint_health_check_interval=endpoint_health_check_interval,
             environ=environ,
         )
+        if any(endpoint.url == LOCAL_ENDPOINT for endpoint in config.endpoints):
+            raise ValueError("local:// cannot be used yet: name the URL of a GPU server, such as http://localhost:8000")
         settings = PoolSettings(
             memory_threshold_percent=config.memory_threshold,
             utilization_threshold_percent=config.utilization_threshold,
@@ -89,6 +91,7 @@ class GPUWorkerPoolClient:
             worker_timeout=config.worker_timeout,
             on_reading_wanted=self._wake,
             tell_endpoints=self._tell_endpoints,
+            also_asking=[GPUWorkerPoolClient.queue_request_for_retry.__code__],
         )
         self._endpoints = EndpointManager(config.endpoints)
         self._callbacks: list[Callable[[GPUStats], object]] = []
@@ -96,6 +99,8 @@ class GPUWorkerPoolClient:
         self._monitors = MultiEndpointGPUMonitor(())
         self._endpoint_is_back = asyncio.Event()
         self._queued_requests = 0
+        #: Of endpoints that come back: the GPUs that were held all the while.
+        self._in_use_at_return: dict[str, set[int]] = {}
 
     # --- life ---
 
@@ -104,11 +109,16 @@ class GPUWorkerPoolClient:
         if self._manager.is_running:
             raise AlreadyStartedError("the client is already started")
         await self._manager.start()
-        self._http = MultiEndpointHTTPClientPool(timeout_seconds=self._timeout_seconds)
-        self._endpoint_is_back.clear()
-        self._monitors = MultiEndpointGPUMonitor(self._monitor(endpoint) for endpoint in self._endpoints)
-        self._monitors.start()
         try:
+            self._http = MultiEndpointHTTPClientPool(timeout_seconds=self._timeout_seconds)
+            # How they were in an earlier life says nothing about this one.
+            self._endpoints = EndpointManager(endpoint.config for endpoint in self._endpoints)
+            self._monitors = MultiEndpointGPUMonitor(self._monitor(endpoint) for endpoint in self._endpoints)
+            self._endpoint_is_back.clear()
+            self._in_use_at_return.clear()
+            for endpoint in self._endpoints:
+                self._manager.endpoint_lost(self._pool_id(endpoint))  # what it has is not known yet
+            self._monitors.start()
             await self._monitors.next_fetches(FIRST_ANSWERS_SECONDS)
         except BaseException:
             await self.stop()
@@ -116,13 +126,14 @@ class GPUWorkerPoolClient:
 
     async def stop(self) -> None:
         """End every request that waits, and leave nothing behind. Does nothing to a client that is not started."""
-        if not self._manager.is_running:
-            return
-        await self._monitors.stop()
-        await self._manager.stop()
-        self._endpoint_is_back.set()
-        if self._http is not None:
-            await self._http.close()
+        http, self._http = self._http, None
+        try:
+            await self._monitors.stop()
+            await self._manager.stop()
+            self._endpoint_is_back.set()
+        finally:
+            if http is not None:
+                await http.close()
 
     @property
     def is_running(self) -> bool:
@@ -207,7 +218,7 @@ class GPUWorkerPoolClient:
         """What is known of each endpoint; None where the client is not started or has one endpoint only."""
         if not (self._manager.is_running and self._config.multi_endpoint):
             return None
-        return [asdict(info) for info in self._endpoint_infos()]
+        return [_for_a_report(info) for info in self._endpoint_infos()]
 
     def get_detailed_metrics(self) -> dict[str, Any]:
         status = self.get_pool_status()
@@ -228,7 +239,7 @@ class GPUWorkerPoolClient:
             grants = self._manager.grants
             total = sum(grants.values())
             metrics["endpoints"] = [
-                {**asdict(info), **endpoint.metrics(), "grants": grants.get(info.endpoint_id, 0)}
+                {**_for_a_report(info), **endpoint.metrics(), "grants": grants.get(info.endpoint_id, 0)}
                 for info, endpoint in zip(self._endpoint_infos(), self._endpoints, strict=True)
             ]
             metrics["load_balancer"] = {
@@ -320,20 +331,26 @@ class GPUWorkerPoolClient:
         """Use the GPUs of one more server, `URL` or `name=URL`; returns its id."""
         self._check_many()
         endpoint = self._endpoints.add(entry)
-        self._monitors.add(self._monitor(endpoint))
+        try:
+            monitor = self._monitor(endpoint)
+        except ValueError:
+            self._endpoints.remove(endpoint.endpoint_id)
+            raise
+        self._manager.endpoint_lost(self._pool_id(endpoint))  # what it has is not known yet
+        self._monitors.add(monitor)
         return endpoint.endpoint_id
 
     async def remove_endpoint(self, endpoint_id: str) -> None:
         """Use its GPUs no more; what is assigned there stays so until it is released."""
         self._check_many()
-        if self._endpoints.get(endpoint_id) is None:
+        endpoint = self._endpoints.get(endpoint_id)
+        if endpoint is None:
             known = ", ".join(endpoint.endpoint_id for endpoint in self._endpoints)
-            raise ValueError(f"there is no endpoint {endpoint_id!r}; there are {known}")
-        await self._monitors.remove(endpoint_id)
+            raise ValueError(f"there is no endpoint {endpoint_id!r}; there are {known or 'none'}")
         self._endpoints.remove(endpoint_id)
-        if self._http is not None:
-            self._http.remove(endpoint_id)
-        self._manager.endpoint_lost(endpoint_id)
+        monitor = self._monitors.remove(endpoint_id)
+        self._manager.endpoint_lost(self._pool_id(endpoint), is_removed=True)
+        await monitor.stop()
 
     # --- what monitors tell ---
 
@@ -341,7 +358,8 @@ class GPUWorkerPoolClient:
         assert self._http is not None
         client: StatsClient = self._http.client_for(endpoint.config)
         if self._config.endpoint_is_default:
-            client = FirstThatAnswers([self._http.client_for(config) for config in (endpoint.config, SERVER_DEFAULT)])
+            clients = [self._http.client_for(config) for config in (endpoint.config, SERVER_DEFAULT)]
+            client = FirstThatAnswers(clients, chosen=endpoint.moved_to)
         return GPUMonitor(
             endpoint,
             client,
@@ -361,18 +379,14 @@ class GPUWorkerPoolClient:
         """With one endpoint GPUs are known by their numbers alone."""
         return endpoint.endpoint_id if self._config.multi_endpoint else ""
 
-    def _take(self, endpoint: Endpoint, fetched: Fetched) -> None:
-        age = fetched.stats.sample_age_seconds + time.monotonic() - fetched.sent_at
-        stats = replace(fetched.stats, sample_age_seconds=age)
-        monitor = self._monitors.get(endpoint.endpoint_id)
-        if monitor is not None and monitor.returned_at is not None:
-            since = time.monotonic() - monitor.returned_at
-            # Alone it has nobody to share the rush with.
-            if len(self._endpoints.healthy) > 1 and (held_back := coming_back(stats, since)) is not stats:
-                stats = held_back
-            else:
-                monitor.returned_at = None
-        self._manager.update_stats(stats, endpoint_id=self._pool_id(endpoint))
+    def _take(self, endpoint: Endpoint, fetched: Fetched, since_return: float | None) -> None:
+        stats, pool_id = fetched.stats, self._pool_id(endpoint)
+        if since_return is None:
+            self._in_use_at_return.pop(pool_id, None)
+        elif len(self._endpoints.healthy) > 1:  # alone it has nobody to share the rush with
+            in_use = self._in_use_at_return.setdefault(pool_id, self._manager.gpus_in_use(pool_id))
+            stats = coming_back(stats, since_return, in_use)
+        self._manager.update_stats(stats, endpoint_id=pool_id, age_seconds=time.monotonic() - fetched.sent_at)
         self._endpoint_is_back.set()
 
     def _lose(self, endpoint: Endpoint) -> None:
@@ -384,7 +398,8 @@ class GPUWorkerPoolClient:
                 monitor.wake()
 
     def _tell_endpoints(self) -> str:
-        return "; ".join(endpoint.told() for endpoint in self._endpoints)
+        """Those that do not answer, and what became of asking them."""
+        return "; ".join(endpoint.told() for endpoint in self._endpoints if not endpoint.is_healthy)
 
     def _endpoint_infos(self) -> list[EndpointInfo]:
         counts = self._manager.gpu_counts()
@@ -414,6 +429,11 @@ class GPUWorkerPoolClient:
             raise RuntimeError("this needs many endpoints: construct the client with service_endpoints=…")
 
 
+def _for_a_report(info: EndpointInfo) -> dict[str, Any]:
+    """As people dump it: JSON knows no moments."""
+    return {**asdict(info), "last_seen": None if info.last_seen is None else info.last_seen.isoformat()}
+
+
 class GPUContextManager:
     """`async with GPUContextManager(client) as gpu_id:`: a GPU for as long as the block runs.
 
@@ -425,9 +445,18 @@ class GPUContextManager:
         self._timeout = timeout
         self._wishes = wishes
         self.assignment: GPUAssignment | None = None
+        self._is_used = False
 
     async def __aenter__(self) -> Any:
-        assignment = self.assignment = await self._client.request_gpu(self._timeout, **self._wishes)
+        # The first of two to leave would give back the other one's GPU.
+        if self._is_used:
+            raise RuntimeError("this GPUContextManager is in use: make one for each block")
+        self._is_used = True
+        try:
+            assignment = self.assignment = await self._client.request_gpu(self._timeout, **self._wishes)
+        except BaseException:
+            self._is_used = False
+            raise
         ids: tuple[GPUId, ...] = assignment.gpu_ids
         return ids if len(ids) > 1 else assignment.gpu_id
 
@@ -435,6 +464,7 @@ class GPUContextManager:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assignment, self.assignment = self.assignment, None
+        self._is_used = False
         if assignment is not None:
             await self._client.release_gpu(assignment)
 

@@ -9,7 +9,7 @@ from gpu_worker_pool.config import EndpointConfig
 from gpu_worker_pool.errors import NetworkRetryableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from gpu_worker_pool.http_client import AsyncGPUStatsHTTPClient, Fetched
 
@@ -20,23 +20,24 @@ SERVER_DEFAULT = EndpointConfig("localhost_8000", "http://localhost:8000")
 
 
 class FirstThatAnswers:
-    """Asks one after the other until one answers, and from then on only that one."""
+    """Asks one after the other until one answers, and from then on only that one; `chosen` is told its URL."""
 
-    def __init__(self, clients: Sequence[AsyncGPUStatsHTTPClient]) -> None:
+    def __init__(self, clients: Sequence[AsyncGPUStatsHTTPClient], chosen: Callable[[str], object]) -> None:
         self._clients = tuple(clients)
+        self._chosen = chosen
 
     async def fetch(self) -> Fetched:
-        *others, last = self._clients
-        for client in others:
+        errors: list[NetworkRetryableError] = []
+        for client in self._clients:
             try:
                 fetched = await client.fetch()
             except NetworkRetryableError as error:
-                logger.debug("%s", error)
-            else:
+                errors.append(error)
+                continue
+            if errors:
+                logger.warning("nothing is configured, and nothing answers at the default: using %s", client.url)
+            if len(self._clients) > 1:
                 self._clients = (client,)
-                return fetched
-        fetched = await last.fetch()
-        if others:
-            logger.warning("nothing is configured, and nothing answers at %s: using %s", others[0].url, last.url)
-            self._clients = (last,)
-        return fetched
+                self._chosen(client.url)
+            return fetched
+        raise errors[0] if len(errors) == 1 else NetworkRetryableError("; ".join(map(str, errors)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,9 @@ class Endpoint:
         self.last_error = str(error)
         self.failures += 1
 
+    def moved_to(self, url: str) -> None:
+        self.config = replace(self.config, url=url)
+
     def lost(self) -> None:
         self._count_time()
         self.is_lost = True
@@ -102,12 +105,8 @@ class Endpoint:
         }
 
     def told(self) -> str:
-        """One line for an error: who was asked, and what it said."""
-        if self.last_error is not None:
-            return f"{self.endpoint_id} ({self.config.url}): {self.last_error}"
-        if self.last_fetched is None:
-            return f"{self.endpoint_id} ({self.config.url}): has not answered yet"
-        return f"{self.endpoint_id} ({self.config.url}): answers"
+        """Of one that does not answer, for an error: who was asked, and what it said."""
+        return f"{self.endpoint_id} ({self.config.url}): {self.last_error or 'has not answered yet'}"
 
 
 class EndpointManager:

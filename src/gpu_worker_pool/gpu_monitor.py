@@ -19,7 +19,7 @@ from gpu_worker_pool.core.breaker import BreakerState
 from gpu_worker_pool.errors import RetryableError, ServiceRefusedError, ServiceRetryableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable
 
     from gpu_worker_pool.endpoints import Endpoint
     from gpu_worker_pool.http_client import Fetched
@@ -44,8 +44,9 @@ class StatsClient(Protocol):
 class GPUMonitor:
     """Keeps asking one endpoint.
 
-    `on_stats(endpoint, fetched)` and `on_lost(endpoint)` are called in the loop's thread. `callbacks`, a list that
-    several monitors may share, and those given to `add_callback` get the statistics alone.
+    `on_stats(endpoint, fetched, since_return)` and `on_lost(endpoint)` are called in the loop's thread;
+    `since_return` is how long ago the endpoint came back, while that matters. `callbacks`, a list that several
+    monitors may share, and those given to `add_callback` get the statistics alone.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class GPUMonitor:
         polling_interval: float,
         max_retries: int,
         health_check_interval: float,
-        on_stats: Callable[[Endpoint, Fetched], object],
+        on_stats: Callable[[Endpoint, Fetched, float | None], object],
         on_lost: Callable[[Endpoint], object],
         callbacks: list[Callable[[GPUStats], object]] | None = None,
         draw: Callable[[], float] = random.random,
@@ -72,10 +73,11 @@ class GPUMonitor:
         self._callbacks = [] if callbacks is None else callbacks
         self._woken = asyncio.Event()
         self._next_fetch: asyncio.Future[None] | None = None
-        self._not_before = 0.0
         #: When it was found to be back, while it still comes back.
-        self.returned_at: float | None = None
+        self._returned_at: float | None = None
         self._problems: tuple[str, ...] = ()
+        self._has_verdict = False
+        self._bug = ""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -111,9 +113,8 @@ class GPUMonitor:
         await asyncio.shield(self._next_fetch)
 
     def recover(self) -> None:
-        """Ask now, whatever the breaker says."""
+        """Ask now, whatever the breaker says; or as soon as what is under way has ended."""
         self.endpoint.breaker.probe_soon(time.monotonic())
-        self._not_before = 0.0
         self._woken.set()
 
     # --- one turn after the other ---
@@ -121,71 +122,84 @@ class GPUMonitor:
     async def _run(self) -> None:
         while True:
             self._woken.clear()
-            try:
-                await self._turn()
-            except Exception:  # one bad turn must not be the last one
-                logger.exception("asking %s failed", self.endpoint.endpoint_id)
-            self._tell_waiting()
+            if await self._turn():
+                self._tell_waiting()
             try:
                 async with asyncio.timeout(self._seconds_to_next_turn()):
                     await self._woken.wait()
             except TimeoutError:
                 pass
 
-    async def _turn(self) -> None:
-        now = time.monotonic()
+    async def _turn(self) -> bool:
+        """Whether the endpoint was asked."""
         breaker = self.endpoint.breaker
-        if now < self._not_before or not breaker.try_enter(now):
-            return
-        is_probe = breaker.state(now) is BreakerState.HALF_OPEN
-        has_verdict = False
+        state = breaker.state(time.monotonic())
+        if not breaker.try_enter(time.monotonic()):
+            return False
+        self._has_verdict = False
         try:
-            attempt = 0
-            while True:
-                try:
-                    fetched = await self._client.fetch()
-                except ServiceRefusedError as error:
-                    # It is there and does not want us: no reason to leave it alone, and none to use it.
-                    self.endpoint.failed(error)
-                    breaker.succeeded(time.monotonic())
-                    has_verdict = True
+            await self._ask(is_probe=state is BreakerState.HALF_OPEN)
+        except Exception as error:
+            # A bug of ours, or of whoever is told: one bad turn must not be the last one, nor look like a good one.
+            if repr(error) != self._bug:
+                self._bug = repr(error)
+                logger.exception("asking %s failed", self.endpoint.endpoint_id)
+            self.endpoint.failed(error)
+            self._lose(error)
+        finally:
+            if not self._has_verdict:
+                breaker.left()
+        self._log_breaker(state)
+        return True
+
+    async def _ask(self, *, is_probe: bool) -> None:
+        breaker = self.endpoint.breaker
+        attempt = 0
+        while True:
+            try:
+                fetched = await self._client.fetch()
+            except ServiceRefusedError as error:
+                # It is there and does not want us: no reason to leave it alone, and none to use it.
+                self.endpoint.failed(error)
+                breaker.succeeded(time.monotonic())
+                self._has_verdict = True
+                self._lose(error)
+                return
+            except RetryableError as error:
+                self.endpoint.failed(error)
+                delay = backoff_seconds(attempt, self._draw())
+                asked_for = error.retry_after_seconds if isinstance(error, ServiceRetryableError) else None
+                delay = max(delay, asked_for or 0.0)
+                if is_probe or attempt >= self._max_retries or delay > LONGEST_RETRY_SECONDS:
+                    now = time.monotonic()
+                    breaker.failed(now, self._draw(), not_before=now + (asked_for or 0.0))
+                    breaker.probe_by(now + self._health_check_interval)
+                    self._has_verdict = True
                     self._lose(error)
                     return
-                except RetryableError as error:
-                    self.endpoint.failed(error)
-                    delay = backoff_seconds(attempt, self._draw())
-                    asked_for = error.retry_after_seconds if isinstance(error, ServiceRetryableError) else None
-                    delay = max(delay, asked_for or 0.0)
-                    if is_probe or attempt >= self._max_retries or delay > LONGEST_RETRY_SECONDS:
-                        breaker.failed(time.monotonic(), self._draw())
-                        has_verdict = True
-                        self._not_before = time.monotonic() + (asked_for or 0.0)
-                        self._lose(error)
-                        return
-                    attempt += 1
-                    await asyncio.sleep(delay)
-                else:
-                    breaker.succeeded(time.monotonic())
-                    has_verdict = True
-                    self._take(fetched)
-                    return
-        finally:
-            if not has_verdict:
-                breaker.left()
+                attempt += 1
+                await asyncio.sleep(delay)
+            else:
+                breaker.succeeded(time.monotonic())
+                self._has_verdict = True
+                self._take(fetched)
+                return
 
     def _seconds_to_next_turn(self) -> float:
-        now = time.monotonic()
         retry_at = self.endpoint.breaker.retry_at
         if retry_at is not None:
-            health_check_at = now + self._health_check_interval
-            if retry_at > health_check_at:
-                self.endpoint.breaker.probe_soon(health_check_at)
-            wait = min(retry_at, health_check_at) - now
-        elif self.returned_at is not None:
+            wait = retry_at - time.monotonic()
+        elif self._returned_at is not None:
             wait = min(RETURN_POLL_SECONDS, self._polling_interval)
         else:
             wait = self._polling_interval
-        return max(wait, self._not_before - now, SHORTEST_TURN_SECONDS)
+        return max(wait, SHORTEST_TURN_SECONDS)
+
+    def _log_breaker(self, before: BreakerState) -> None:
+        endpoint_id, after = self.endpoint.endpoint_id, self.endpoint.breaker.state(time.monotonic())
+        if after is not before:
+            extra = {"event": "breaker", "endpoint_id": endpoint_id, "before": before.value, "after": after.value}
+            logger.info("the breaker of %s was %s and is %s", endpoint_id, before.value, after.value, extra=extra)
 
     # --- what came of it ---
 
@@ -198,13 +212,16 @@ class GPUMonitor:
             for problem in fetched.problems:
                 logger.warning("%s: %s", endpoint.endpoint_id, problem)
         if was_lost:
-            self.returned_at = time.monotonic()
+            self._returned_at = time.monotonic()
             logger.info(
                 "endpoint %s is back",
                 endpoint.endpoint_id,
                 extra={"event": "endpoint_up", "endpoint_id": endpoint.endpoint_id},
             )
-        self._on_stats(endpoint, fetched)
+        since_return = None if self._returned_at is None else time.monotonic() - self._returned_at
+        if since_return is not None and since_return >= RETURN_SECONDS:
+            self._returned_at = since_return = None
+        self._on_stats(endpoint, fetched, since_return)
         for callback in list(self._callbacks):
             try:
                 callback(fetched.stats)
@@ -222,7 +239,7 @@ class GPUMonitor:
                 error,
                 extra={"event": "endpoint_down", "endpoint_id": endpoint.endpoint_id, "breaker": state},
             )
-        self.returned_at = None
+        self._returned_at = None
         self._on_lost(endpoint)
 
     def _tell_waiting(self) -> None:
@@ -248,8 +265,9 @@ class MultiEndpointGPUMonitor:
         self._monitors[monitor.endpoint.endpoint_id] = monitor
         monitor.start()
 
-    async def remove(self, endpoint_id: str) -> None:
-        await self._monitors.pop(endpoint_id).stop()
+    def remove(self, endpoint_id: str) -> GPUMonitor:
+        """Leaves it to the caller to stop it."""
+        return self._monitors.pop(endpoint_id)
 
     def get(self, endpoint_id: str) -> GPUMonitor | None:
         return self._monitors.get(endpoint_id)
@@ -267,19 +285,18 @@ class MultiEndpointGPUMonitor:
             await asyncio.gather(*waiting, return_exceptions=True)
 
 
-def coming_back(stats: GPUStats, since_return_seconds: float) -> GPUStats:
+def coming_back(stats: GPUStats, since_return_seconds: float, in_use_before: Container[int] = ()) -> GPUStats:
     """Of an endpoint that has just come back, the GPUs that may be used already; the others say when.
 
-    One at once, all after `RETURN_SECONDS`: otherwise everybody who waits would be sent to it in one moment.
+    One at once, all after `RETURN_SECONDS`: otherwise everybody who waits would be sent to it in one moment. Those
+    that were in use when it came back, or are faulty, are nobody's to rush at, and do not count.
     """
-    count = len(stats.gpus_summary)
-    joined = max(1, math.floor(count * since_return_seconds / RETURN_SECONDS))
-    if joined >= count:
+    usable = [row for row in stats.gpus_summary if row.fault is None and row.gpu_id not in in_use_before]
+    joined = max(1, math.floor(len(usable) * since_return_seconds / RETURN_SECONDS))
+    if joined >= len(usable):
         return stats
     left = max(RETURN_SECONDS - since_return_seconds, 0.0)
     fault = f"its server has just come back; it joins the pool within {math.ceil(left)} s"
-    rows = [
-        row if number < joined or row.fault is not None else replace(row, fault=fault)
-        for number, row in enumerate(stats.gpus_summary)
-    ]
+    waiting = {row.gpu_id for row in usable[joined:]}
+    rows = [replace(row, fault=fault) if row.gpu_id in waiting else row for row in stats.gpus_summary]
     return replace(stats, gpus_summary=rows)

@@ -18,7 +18,7 @@ from gpu_worker_pool.models import (
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from types import CodeType
 
     from gpu_worker_pool.core import Lease
@@ -51,7 +51,7 @@ class Holders(dict[str, Holder]):
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        asking: CodeType,
+        asking: Collection[CodeType],
         is_forgotten: Forgotten,
         asker_finished: Callable[[Lease], object],
     ) -> None:
@@ -85,7 +85,7 @@ class Holders(dict[str, Holder]):
             holder.worker = (worker, assignment)
         else:
             task = current_task(self._loop)
-            if task is not None and getattr(task.get_coro(), "cr_code", None) is not self._asking:
+            if task is not None and getattr(task.get_coro(), "cr_code", None) not in self._asking:
                 holder.task = weakref.ref(task)
         self[worker_id] = holder
         return assignment

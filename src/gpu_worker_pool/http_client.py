@@ -176,27 +176,16 @@ class AsyncGPUStatsHTTPClient:
 
 
 class MultiEndpointHTTPClientPool:
-    """One client an endpoint over one session, which is this pool's own and closed with it."""
+    """A client for each endpoint, over one session that is closed with it."""
 
     def __init__(self, *, timeout_seconds: float, session: aiohttp.ClientSession | None = None) -> None:
         self.session = make_session() if session is None else session
         self._timeout_seconds = timeout_seconds
-        self._clients: dict[str, AsyncGPUStatsHTTPClient] = {}
 
     def client_for(self, endpoint: EndpointConfig) -> AsyncGPUStatsHTTPClient:
-        client = self._clients.get(endpoint.endpoint_id)
-        # The id may have been given to another URL since.
-        if client is None or client.url != endpoint.url:
-            client = AsyncGPUStatsHTTPClient(endpoint.url, self.session, timeout_seconds=self._timeout_seconds)
-            self._clients[endpoint.endpoint_id] = client
-        return client
-
-    def remove(self, endpoint_id: str) -> None:
-        """Forget its client, if there is one; idle connections to it close by themselves after some seconds."""
-        self._clients.pop(endpoint_id, None)
+        return AsyncGPUStatsHTTPClient(endpoint.url, self.session, timeout_seconds=self._timeout_seconds)
 
     async def close(self) -> None:
-        self._clients.clear()
         await self.session.close()
 
 

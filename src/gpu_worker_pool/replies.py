@@ -389,7 +389,8 @@ def _has_every_key(reply: object, text: str) -> bool:
     if not isinstance(reply, dict) or not isinstance(rows, list):
         return False
     read = len(reply) + sum(len(row) for row in rows if isinstance(row, dict))
-    return read == text.count('":')
+    # With a blank before its colon, a key would not be counted as written.
+    return read == text.count('":') and not any(blank in text for blank in (" :", "\t:", "\n:", "\r:"))
 
 
 def _moment(date: str) -> float | None:

@@ -13,9 +13,9 @@ import threading
 from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import iscoroutinefunction
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
-from weakref import WeakValueDictionary, finalize
+from weakref import finalize, ref
 
 from gpu_worker_pool.client import GPUWorkerPoolClient as AsyncClient
 from gpu_worker_pool.errors import AlreadyStartedError, NotStartedError, PoolStoppedError, ServiceUnavailableError
@@ -33,6 +33,8 @@ __all__ = ["GPUContextManager", "GPUWorkerPoolClient", "gpu_worker_pool_client"]
 
 T = TypeVar("T")
 
+#: A thread that waits looks up so often: only a signal to the main thread wakes it, and no other interrupt does.
+LOOK_UP_SECONDS = 1.0
 #: At exit a client that nobody stopped is given so long to clean up.
 EXIT_SECONDS = 5.0
 
@@ -45,8 +47,8 @@ class _Call:
 
     __slots__ = ("error", "is_withdrawn", "news", "task", "value", "work")
 
-    def __init__(self, work: Callable[[], Any]) -> None:
-        #: Called in the loop's thread; if that makes a coroutine, it becomes a task.
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        #: Called in the loop's thread.
         self.work = work
         #: None says that it is over; a future asks the thread for something.
         self.news: SimpleQueue[asyncio.Future[Exception | None] | None] = SimpleQueue()
@@ -55,12 +57,19 @@ class _Call:
         self.value: Any = None
         self.error: BaseException | None = None
 
+    def wait(self) -> asyncio.Future[Exception | None] | None:
+        while True:
+            try:
+                return self.news.get(timeout=LOOK_UP_SECONDS)
+            except Empty:
+                continue
+
     def fail(self) -> NoReturn:
         assert self.error is not None  # whoever calls this has looked
         try:
             raise self.error
         finally:
-            self.error = None  # it knows this frame, and must not be known by it
+            self.error = None  # which knows this frame, and must not be known by it
 
 
 class _LoopThread:
@@ -77,8 +86,8 @@ class _LoopThread:
         self._is_open = True
         self.is_over = False
         self._calls: set[_Call] = set()
-        #: By worker id: what was handed out and is still known to somebody.
-        self._held: WeakValueDictionary[str, GPUAssignment] = WeakValueDictionary()
+        #: By worker id: what was handed out and not released.
+        self._held: dict[str, ref[GPUAssignment]] = {}
         #: Dropped without a stop, it ends as well, a moment later; at exit there is more to do.
         self._owner_dropped = finalize(owner, self.want_stop)
         self._owner_dropped.atexit = False
@@ -104,26 +113,27 @@ class _LoopThread:
             self._loop.call_soon_threadsafe(self._begin, call)
 
     def look(self, look: Callable[[], T]) -> T:
-        result: T = self._wait(_Call(look))
-        return result
+        async def looked() -> T:
+            # A task like everything else, so that it sees what was posted before.
+            return look()
+
+        return self.do(looked)
 
     def do(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Done to its end, also if the thread that asked is interrupted meanwhile."""
-        result: T = self._wait(_Call(work))
-        return result
-
-    def _wait(self, call: _Call) -> Any:
+        call = _Call(work)
         self.post(call)
-        call.news.get()
+        call.wait()
         if call.error is not None:
             call.fail()
-        return call.value
+        result: T = call.value
+        return result
 
     def request(self, call: _Call) -> GPUAssignment:
         """Withdrawn, and given back if it was granted, should the thread that asks be interrupted."""
         try:
             self.post(call)
-            call.news.get()
+            call.wait()
         except BaseException:
             try:
                 self.withdraw(call)
@@ -135,6 +145,13 @@ class _LoopThread:
             result: GPUAssignment = call.value
             return result
         return call.fail()
+
+    def releasing(self, assignment: GPUAssignment) -> _Call:
+        async def release() -> None:
+            await self._client.release_gpu(assignment)
+            self._held.pop(assignment.worker_id, None)
+
+        return _Call(release)
 
     def withdraw(self, call: _Call) -> None:
         self._tell(self._withdraw, call)
@@ -189,18 +206,23 @@ class _LoopThread:
         if self._is_exiting:
             for call in self._calls:
                 call.news = SimpleQueue()
+            await self._cancel_calls()
             # They end with the program, which needs no warning.
-            for assignment in list(self._held.values()):
-                with suppress(Exception):
-                    await self._client.release_gpu(assignment)
+            for held in list(self._held.values()):
+                if (assignment := held()) is not None:
+                    with suppress(Exception):
+                        await self._client.release_gpu(assignment)
         await self._client.stop()
         for _ in range(2):  # requests end by themselves now: the answer comes, the error is raised
             await asyncio.sleep(0)
+        await self._cancel_calls()
+        await self._client.stop()  # again, if what was left was its start
+
+    async def _cancel_calls(self) -> None:
         left = [call.task for call in self._calls if call.task is not None]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        await self._client.stop()  # again, if what was left was its start
 
     def _close(self) -> None:
         """Whatever happened: nobody waits for a loop that does not run."""
@@ -214,44 +236,42 @@ class _LoopThread:
 
     def _begin(self, call: _Call) -> None:
         try:
-            call.value = call.work()
-        except BaseException as error:
-            self._end(call, error)
-            return
-        if asyncio.iscoroutine(call.value):
             # As it is, without a coroutine around it: the pool must not take its end for the end of who asked.
-            call.task = self._loop.create_task(call.value)
-            call.value = None
-            call.task.add_done_callback(partial(self._task_done, call))
+            call.task = self._loop.create_task(call.work())
+        except Exception as error:  # of arguments, before there is a coroutine
+            self._end(call, error)
         else:
-            self._end(call, None)
+            call.task.add_done_callback(partial(self._task_done, call))
 
     def _task_done(self, call: _Call, task: asyncio.Task[Any]) -> None:
         error = PoolStoppedError() if task.cancelled() else task.exception()
         if error is None:
             call.value = task.result()
             if isinstance(call.value, GPUAssignment):
-                self._held[call.value.worker_id] = call.value
+                self._held[call.value.worker_id] = ref(call.value)
         self._end(call, error)
         if call.is_withdrawn:
             self._give_back(call)
 
     def _end(self, call: _Call, error: BaseException | None) -> None:
         call.error = error
+        # It dies here, where no signal comes: in the main thread one would be lost in what Python does with dead tasks.
+        call.task = None
         self._calls.discard(call)
         call.news.put(None)
 
     def _withdraw(self, call: _Call) -> None:
         call.is_withdrawn = True
-        if call.task is None:
-            self._calls.discard(call)  # which was interrupted before it was posted
-        elif not call.task.cancel():
+        if call.task is not None:
+            call.task.cancel()
+        else:  # it is over, or the interrupt came before it was posted
+            self._calls.discard(call)
             self._give_back(call)
 
     def _give_back(self, call: _Call) -> None:
         assignment, call.value = call.value, None
         if isinstance(assignment, GPUAssignment):
-            release = _Call(partial(self._client.release_gpu, assignment))
+            release = self.releasing(assignment)
             self._calls.add(release)
             self._begin(release)
 
@@ -309,7 +329,7 @@ class GPUWorkerPoolClient:
             endpoint_health_check_interval=endpoint_health_check_interval,
             environ=environ,
         )
-        #: For starts at the same moment; nobody keeps it for long.
+        #: For starts and stops at the same moment; nobody keeps it for long.
         self._starting = threading.Lock()
         self._running: _LoopThread | None = None
 
@@ -319,15 +339,16 @@ class GPUWorkerPoolClient:
         """Begin to ask the endpoints. Succeeds also while none of them answers: requests wait until one does."""
         self._check_thread()
         self._check_process()
-        with self._starting:
-            if self._running is not None and not self._running.is_over:
-                raise AlreadyStartedError("the client is already started")
-            running = self._running = _LoopThread(self._client, self)
-            running.start()
+        running = None
         try:
+            with self._starting:
+                self._check_not_started()
+                running = self._running = _LoopThread(self._client, self)
+                running.start()
             running.do(self._client.start)
         except BaseException:
-            self.stop()
+            if running is not None:
+                self._stop(running)
             raise
         if not self._client.is_running:
             raise PoolStoppedError("the client was stopped while it started")
@@ -338,6 +359,12 @@ class GPUWorkerPoolClient:
         if running is None or running.pid != os.getpid():
             return
         self._check_thread()
+        with self._starting:
+            running = self._running
+        if running is not None:
+            self._stop(running)
+
+    def _stop(self, running: _LoopThread) -> None:
         running.stop()
         with self._starting:
             if self._running is running:
@@ -401,10 +428,10 @@ class GPUWorkerPoolClient:
     def release_gpu(self, assignment: GPUAssignment) -> None:
         """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back before."""
         running = self._usable()
-        release = _Call(partial(self._client.release_gpu, assignment))
+        release = running.releasing(assignment)
         try:
             running.post(release)
-            release.news.get()
+            release.wait()
         except NotStartedError:
             raise
         except BaseException:
@@ -480,7 +507,7 @@ class GPUWorkerPoolClient:
         results: list[T] = []
         try:
             running.post(call)
-            while (turn := call.news.get()) is not None:
+            while (turn := call.wait()) is not None:
                 try:
                     results.append(request_func())
                 except ServiceUnavailableError as error:
@@ -521,6 +548,10 @@ class GPUWorkerPoolClient:
         if self._running is None:
             raise NotStartedError("the client is not started: call start() or use it as a context manager")
         return self._running
+
+    def _check_not_started(self) -> None:
+        if self._running is not None and not self._running.is_over:
+            raise AlreadyStartedError("the client is already started")
 
     def _check_process(self) -> None:
         running = self._running

@@ -66,7 +66,7 @@ from gpu_worker_pool.pool_metrics import assignment_metrics, gpu_metrics, queue_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import TracebackType
+    from types import CodeType, TracebackType
 
     from gpu_worker_pool.clocks import Clock, Timer
     from gpu_worker_pool.config import ConfigurationManager
@@ -79,6 +79,7 @@ __all__ = ["StaleAssignmentError", "WorkerPoolManager", "WorkerTimeoutError"]
 _log = logging.getLogger(__name__)
 
 REMEMBERED_OUTCOMES = 1000
+NEWLINE = "\n"
 #: An error explains so many GPUs one by one.
 MOST_GPUS_TOLD = 16
 
@@ -98,13 +99,15 @@ class WorkerPoolManager:
         max_assignment_age_seconds: float | None = None,
         on_reading_wanted: Callable[[str], object] | None = None,
         tell_endpoints: Callable[[], str] = str,
+        also_asking: Iterable[CodeType] = (),
         clock: Clock | None = None,
     ) -> None:
         """`settings` decides everything that `config` would, and more; `worker_timeout=None` waits for ever.
 
         `max_assignment_age_seconds` takes GPUs back from workers that have had them for longer, once readings show
         them empty. It is off unless given: training runs for days. `tell_endpoints` says who was asked for readings,
-        and what came of it, for errors.
+        and what came of it, for errors. `also_asking`: coroutine functions that, run as a task, only pass an assignment
+        on, so that the task's end says nothing about who uses it.
         """
         if settings is None:
             config = config or EnvironmentConfigurationManager()
@@ -127,6 +130,7 @@ class WorkerPoolManager:
         self._max_assignment_age_seconds = max_assignment_age_seconds
         self._on_reading_wanted = on_reading_wanted
         self._tell_endpoints = tell_endpoints
+        self._asking = frozenset({ASKING, *also_asking})
         self._given_clock = clock
         self._pool: Pool | None = None
         # Names that no other pool gives, so that its assignments are not mistaken for ours.
@@ -149,7 +153,7 @@ class WorkerPoolManager:
         self._answers: dict[str, asyncio.Future[Lease | Ended]] = {}
         self._workers: dict[str, tuple[Request, WorkerInfo]] = {}
         self._waiting_workers: set[str] = set()
-        self._holders = Holders(self._loop, ASKING, self._is_forgotten, self._asker_finished)
+        self._holders = Holders(self._loop, self._asking, self._is_forgotten, self._asker_finished)
         self._timer: Timer | None = None
         self._timer_at = 0.0
         #: Asked for with every reading, not with every request.
@@ -365,8 +369,8 @@ class WorkerPoolManager:
 
     # ---- Readings
 
-    def update_stats(self, stats: GPUStats, *, endpoint_id: str = "") -> None:
-        """Take in what a GPU statistics server said just now."""
+    def update_stats(self, stats: GPUStats, *, endpoint_id: str = "", age_seconds: float = 0.0) -> None:
+        """Take in what a GPU statistics server said so many seconds ago."""
         readings = [
             Reading(
                 gpu_id=f"{endpoint_id}:{info.gpu_id}" if endpoint_id else str(info.gpu_id),
@@ -385,7 +389,7 @@ class WorkerPoolManager:
             )
             for info in stats.gpus_summary
         ]
-        self.observe(readings, endpoint_id=endpoint_id, age_seconds=stats.sample_age_seconds)
+        self.observe(readings, endpoint_id=endpoint_id, age_seconds=age_seconds + stats.sample_age_seconds)
 
     def observe(self, readings: Iterable[Reading], *, endpoint_id: str = "", age_seconds: float = 0.0) -> None:
         """Take in readings of all GPUs of an endpoint, begun so many seconds ago."""
@@ -401,10 +405,13 @@ class WorkerPoolManager:
         self._explained.clear()
         self._apply(Observed(endpoint_id, readings, self._now() - age_seconds))
 
-    def endpoint_lost(self, endpoint_id: str = "") -> None:
-        """An endpoint does not answer: nothing is assigned there until it is read again."""
+    def endpoint_lost(self, endpoint_id: str = "", *, is_removed: bool = False) -> None:
+        """An endpoint does not answer, or not yet: nothing is assigned there until it is read.
+
+        Until then nobody can know what it has, so that no request is called impossible; unless it is removed.
+        """
         self._running_pool()
-        self._apply(Unreachable(endpoint_id))
+        self._apply(Unreachable(endpoint_id, is_removed))
 
     # ---- Looking
 
@@ -432,6 +439,11 @@ class WorkerPoolManager:
             blocked_workers=len(pool.queue),
             gpu_assignments=assignments,
         )
+
+    def gpus_in_use(self, endpoint_id: str) -> set[int]:
+        """The numbers of an endpoint's GPUs that are assigned, or in quarantine."""
+        leases = self._running_pool().leases
+        return {gpu.index for lease in leases if lease.endpoint_id == endpoint_id for gpu in lease.held}
 
     def gpu_counts(self) -> dict[str, tuple[int, int]]:
         """By endpoint: how many GPUs it shows, and how many of them are free."""
@@ -537,10 +549,11 @@ class WorkerPoolManager:
         if effect.state is RequestState.GIVEN_UP:
             return RequestGivenUpError()
         message = f"no GPU in time for {request.worker_id}, which waited for {request.wishes}"
+        told = self._tell_endpoints()
         if not any(endpoint.is_answering for endpoint in pool.allocator.endpoints.values()):
-            told = self._tell_endpoints()
             return ServiceUnavailableTimeoutError(f"{message}: no GPU service answered{': ' if told else ''}{told}")
-        return WorkerTimeoutError(f"{message}: {self._why_not(pool, request.wishes)}")
+        why_not = self._why_not(pool, request.wishes)
+        return WorkerTimeoutError(f"{message}: {why_not}{f'{NEWLINE}  no answer from {told}' if told else ''}")
 
     def _why_not(self, pool: Pool, wishes: Wishes) -> str:
         # Very many may time out in one moment; they are told the same, which is found out once.

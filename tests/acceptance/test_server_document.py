@@ -6,44 +6,26 @@ is proven here, by the document's own examples.
 
 from __future__ import annotations
 
-import ast
 import ctypes
-import itertools
 import re
 import time
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.acceptance.checklist import DOCUMENTS, ROOT, check_that_it_is_whole, lines, without_proof
 from tests.fakes.nvidia_smi import FakeNvidiaSMI, healthy_gpu
 from tests.fakes.nvml import FakeNVML, fake_gpus
 from tests.server_process import ServerProcess
 from tests.waiting import eventually
 
-import gpu_worker_pool
+from gpu_worker_pool import GPUWorkerPoolClient
 from gpu_worker_pool.gpu_server import ServerSettings
 from gpu_worker_pool.gpu_server.settings import read_environment
 
-TESTS = Path(__file__).parents[1]
-ROOT = TESTS.parent
-#: Where it lies for those who develop this; it is not part of the project.
-DOCUMENT = ROOT.parent / "shared" / "spec" / "SERVER.md"
+DOCUMENT = DOCUMENTS / "SERVER.md"
 LAST_LINE = 647
-
-
-@dataclass(frozen=True)
-class Lines:
-    first: int
-    last: int
-    #: What they promise, in short.
-    what: str
-    proofs: tuple[str, ...] = ()
-
-
-def lines(first: int, last: int, what: str, *proofs: str) -> Lines:
-    return Lines(first, last, what, proofs)
 
 
 HERE = "acceptance/test_server_document.py"
@@ -58,6 +40,7 @@ NVIDIA_SMI = "unit/hardware/test_nvidia_smi.py"
 TEXT = "unit/hardware/test_nvidia_smi_text.py"
 NVML = "unit/hardware/test_nvml.py"
 CAPTURES = "integration/test_captures.py"
+CLIENT = "integration/test_client.py"
 
 DEFAULTS = f"{SETTINGS}::test_defaults_are_the_documented_ones"
 SETS = f"{SETTINGS}::test_a_variable_sets_its_field"
@@ -142,7 +125,13 @@ CHECKLIST = (
     lines(107, 109, "the port that was configured", f"{SERVER}::test_config"),
     lines(110, 111, "/docs and /redoc", f"{PAGES}::test_only_files_of_this_server_are_named_and_all_are_there"),
     lines(112, 113, "/health", f"{SERVER}::test_health"),
-    lines(114, 133, "GPUWorkerPoolClient asks /gpu/summary", f"{HERE}::test_what_is_still_to_come"),
+    lines(
+        114,
+        133,
+        "GPUWorkerPoolClient asks /gpu/summary",
+        f"{HERE}::test_a_client_asks_for_the_summary",
+        f"{CLIENT}::test_an_assignment_with_one_endpoint",
+    ),
     # --- routes ---
     lines(134, 140, "both pages", f"{PAGES}::test_only_files_of_this_server_are_named_and_all_are_there"),
     lines(
@@ -344,27 +333,12 @@ CHECKLIST = (
 # --- the table is whole ---
 
 
-def existing_tests() -> set[str]:
-    found = set()
-    for file in TESTS.rglob("test_*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-                found.add(f"{file.relative_to(TESTS)}::{node.name}")
-    return found
-
-
 def test_every_proof_exists() -> None:
-    existing = existing_tests()
-    assert [(entry.first, proof) for entry in CHECKLIST for proof in entry.proofs if proof not in existing] == []
+    assert without_proof(CHECKLIST) == []
 
 
 def test_every_line_is_ticked_off() -> None:
-    assert CHECKLIST[0].first == 1
-    for before, after in itertools.pairwise(CHECKLIST):
-        assert after.first == before.last + 1, after
-        assert before.first <= before.last
-    assert CHECKLIST[-1].last == LAST_LINE
-    assert [entry for entry in CHECKLIST if not entry.proofs] == []
+    check_that_it_is_whole(CHECKLIST, LAST_LINE)
 
 
 @pytest.mark.skipif(not DOCUMENT.exists(), reason="the document is not part of the project")
@@ -625,6 +599,10 @@ def test_the_page_helps_with_every_trouble_of_the_document() -> None:
         assert [symptom for symptom in symptoms if trouble in symptom], trouble
 
 
-def test_what_is_still_to_come() -> None:
-    """The one promise that is not the server's own. When the client is here, name its tests in the table instead."""
-    assert not hasattr(gpu_worker_pool, "GPUWorkerPoolClient")
+async def test_a_client_asks_for_the_summary(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, GPU_BACKEND="simulated:2") as server:
+        async with GPUWorkerPoolClient(service_endpoint=server.url, environ={}) as client:
+            assignment = await client.request_gpu()
+            assert assignment.gpu_id == 0
+            await client.release_gpu(assignment)
+        eventually(lambda: '"GET /gpu/summary HTTP/1.1" 200' in server.log)

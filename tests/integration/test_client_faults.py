@@ -78,7 +78,8 @@ async def load(client: GPUWorkerPoolClient, workers: int = 30) -> AsyncIterator[
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
 
 
 @pytest.mark.parametrize("how", ["killed", "paused"])
@@ -101,7 +102,7 @@ async def test_one_endpoint_fails_and_the_others_go_on(servers: list[ServerProce
             assert "b:0" in client.get_pool_status().gpu_assignments, "what was assigned there is kept"
             if how == "killed":
                 process.wait()
-                servers[1].start()
+                await asyncio.to_thread(servers[1].start)
             else:
                 os.killpg(process.pid, signal.SIGCONT)
             await until(lambda: healthy(client) == ["a", "b", "c"])
@@ -119,7 +120,7 @@ async def test_an_endpoint_comes_back_gradually(servers: list[ServerProcess]) ->
         await until(lambda: healthy(client) == ["a"])
         held = [await client.request_gpu() for _ in range(4)]
         waiting = [asyncio.create_task(client.request_gpu()) for _ in range(4)]
-        servers[1].start()
+        await asyncio.to_thread(servers[1].start)
         await until(lambda: len(healthy(client)) == 2)
         returned = time.monotonic()
         served_after = []
@@ -147,7 +148,7 @@ async def test_all_fail_and_requests_wait_until_one_returns(servers: list[Server
         assert isinstance(caught.value, ServiceUnavailableError)
         for part in ("a (http://127.0.0.1", "b (http://127.0.0.1", "connection refused", "which waited for one GPU"):
             assert part in str(caught.value)
-        servers[1].start()
+        await asyncio.to_thread(servers[1].start)
         assert await client.trigger_endpoint_recovery("b")
         for task in (waiting, retried):
             assert str((await asyncio.wait_for(task, 30)).gpu_id).startswith("b:")
@@ -256,7 +257,7 @@ async def test_a_gpu_listed_twice_counts_once(liar: Liar, caplog: pytest.LogCapt
     assert len([record for record in caplog.records if "more than once" in record.getMessage()]) == 1
 
 
-async def test_a_bad_reply_keeps_what_was_known_until_it_is_too_old(liar: Liar) -> None:
+async def test_a_bad_reply_keeps_what_was_known(liar: Liar) -> None:
     liar.rows(row(0), row(1))
     async with asking(liar, endpoint_max_retries=50) as client:
         liar.text = "<html>oh no"

@@ -67,7 +67,7 @@ class Bench:
         self.monitor = GPUMonitor(
             self.endpoint,
             self.server,
-            on_stats=lambda endpoint, fetched: self.told.append("stats"),
+            on_stats=lambda endpoint, fetched, since_return: self.told.append("stats"),
             on_lost=lambda endpoint: self.told.append("lost"),
             draw=lambda: 0.0,
             **settings,
@@ -176,7 +176,8 @@ async def test_a_server_that_asks_for_much_patience_is_lost_meanwhile(make: Call
     bench.monitor.start()
     await until(lambda: bench.told == ["lost"])
     assert bench.server.fetches == 1
-    assert bench.monitor._seconds_to_next_turn() > 150
+    retry = bench.endpoint.breaker_stats(time.monotonic())
+    assert (retry["state"], retry["retry_in_seconds"] > 150) == ("open", True), "also before the next health check"
 
 
 async def test_one_probe_when_half_open_and_a_recovery_closes_it(
@@ -199,7 +200,12 @@ async def test_one_probe_when_half_open_and_a_recovery_closes_it(
     await until(lambda: bench.told[-1] == "stats")
     assert bench.state() is BreakerState.CLOSED
     assert "endpoint a is back" in caplog.text
-    assert [record.__dict__.get("event") for record in caplog.records] == ["endpoint_down", "endpoint_up"]
+    events = [record.__dict__.get("event") for record in caplog.records]
+    assert events == ["endpoint_down", "breaker", "breaker", "endpoint_up", "breaker"]
+    moves = [
+        (record.__dict__["before"], record.__dict__["after"]) for record in caplog.records if "after" in record.__dict__
+    ]
+    assert moves == [("closed", "open"), ("half_open", "open"), ("half_open", "closed")]
 
 
 async def test_a_sick_endpoint_is_tried_at_the_next_health_check(make: Callable[..., Bench]) -> None:
@@ -269,6 +275,17 @@ async def test_nobody_waits_longer_than_asked_for_silent_endpoints(make: Callabl
     await monitors.stop()
 
 
+async def test_a_bug_of_whoever_is_told_does_not_look_like_health(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.monitor._on_stats = lambda *_: 1 / 0
+    bench.monitor.start()
+    await until(lambda: bench.server.fetches > 5)
+    await bench.monitor.stop()
+    assert not bench.endpoint.is_healthy
+    assert bench.endpoint.last_error == "division by zero"
+    assert caplog.text.count("asking a failed") == 1
+
+
 # --- coming back ---
 
 
@@ -283,6 +300,12 @@ def test_gpus_of_an_endpoint_that_is_back_join_one_after_the_other(seconds: floa
 def test_what_waits_to_join_says_so() -> None:
     row = coming_back(stats(4), 2.5).gpus_summary[-1]
     assert row.fault == "its server has just come back; it joins the pool within 8 s"
+
+
+def test_gpus_in_use_or_faulty_are_nobodys_to_rush_at() -> None:
+    rows = [GPUInfo(0, "A", 0.0, 0.0), GPUInfo(1, "A", 0.0, 0.0, fault="lost"), *stats(6).gpus_summary[2:]]
+    back = coming_back(GPUStats(6, None, None, None, rows, None, ""), 0.0, in_use_before={0})
+    assert [row.gpu_id for row in back.gpus_summary if row.fault is None] == [0, 2]
 
 
 def test_one_gpu_alone_is_back_at_once() -> None:

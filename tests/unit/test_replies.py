@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gpu_worker_pool import replies
 from gpu_worker_pool.errors import ServiceRetryableError
 from gpu_worker_pool.models import GPUInfo, GPUStats
 from gpu_worker_pool.replies import (
@@ -573,3 +574,49 @@ def test_cleaned_text_is_one_short_line(text: str, longest: int) -> None:
     assert shown.isprintable()
     assert len(shown) <= longest + 1
     shown.encode()
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\t", "\n", "\r", "  "])
+@pytest.mark.parametrize("is_first_blank", [True, False])
+def test_a_key_given_twice_is_found_however_it_is_spaced(blank: str, is_first_blank: bool) -> None:
+    """Otherwise a busy GPU could be made to look idle by a second value behind the first."""
+    before, after = (blank, "") if is_first_blank else ("", blank)
+    row = (
+        '{"gpu_id": 0, "name": "A", "memory_usage_percent": 1, '
+        f'"utilization_percent"{before}: 95, "utilization_percent"{after}: 0}}'
+    )
+    (gpu,) = parse_stats(f'{{"gpu_count": 1, "gpus_summary": [{row}], "timestamp": ""}}'.encode()).stats.gpus_summary
+    assert gpu.utilization_percent is None
+    assert gpu.fault is not None
+
+
+_VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-5, 200), st.floats(-5, 200), st.sampled_from(["A", "GPU-1", "a b", ""])
+)
+_ROWS = st.fixed_dictionaries(
+    {"gpu_id": st.integers(0, 3)},
+    optional=dict.fromkeys(
+        (
+            "name",
+            "uuid",
+            "memory_usage_percent",
+            "utilization_percent",
+            "memory_total_mb",
+            "memory_used_mb",
+            "fault",
+            "leased",
+            "reports_utilization",
+            "process_count",
+        ),
+        _VALUES,
+    ),
+)
+
+
+@given(row=_ROWS)
+def test_the_quick_way_to_read_a_row_says_nothing_else_than_the_thorough_one(row: dict[str, object]) -> None:
+    quick = replies._sound_gpu(0, row, {})
+    faults: list[str] = []
+    thorough = replies._gpu(0, row, faults, {})
+    if quick is not None:
+        assert (quick, faults) == (thorough, [])

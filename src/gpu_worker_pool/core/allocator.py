@@ -49,6 +49,7 @@ class GPUAllocator:
             return False
         endpoint.begun_at = begun_at
         endpoint.is_answering = True
+        endpoint.is_removed = False
         seen = set()
         for reading in readings:
             gpu = self.gpu(reading.gpu_id, endpoint_id)
@@ -73,6 +74,13 @@ class GPUAllocator:
             self._set_reading(gpu, None)
             endpoint.free.discard(gpu)
         self._rank(endpoint)
+
+    def remove(self, endpoint_id: str) -> None:
+        """Nobody asks it any more. Its GPUs are remembered for the leases on them, and for when it is asked again."""
+        endpoint = self.endpoint(endpoint_id)
+        endpoint.is_removed = True
+        for gpu in endpoint.gpus.values():
+            gpu.is_gone = True
 
     def mark_gone(self, gpu: GPUResourceState) -> None:
         endpoint = gpu.endpoint
@@ -196,6 +204,8 @@ class GPUAllocator:
             return ()
         reasons = []
         for endpoint in self.endpoints.values():
+            if endpoint.is_removed:
+                continue
             reason = self._shortfall(endpoint, wishes) if endpoint.present else None
             if reason is None:
                 return ()

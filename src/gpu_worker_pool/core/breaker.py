@@ -61,6 +61,7 @@ class Breaker:
         self.probes_begun = 0
         # Doubled rather than computed from `failures`, whose power of two would some day be no float.
         self._nominal_seconds = open_seconds
+        self._not_before = -inf
         self._inside = 0
         self._last_state = BreakerState.CLOSED
 
@@ -91,8 +92,11 @@ class Breaker:
         if self._last_state is BreakerState.CLOSED:
             self.failures = 0
 
-    def failed(self, now: float, jitter: float) -> None:
-        """`jitter`, from 0 to below 1, spreads the probes of clients that lost the endpoint together."""
+    def failed(self, now: float, jitter: float, not_before: float = -inf) -> None:
+        """`jitter`, from 0 to below 1, spreads the probes of clients that lost the endpoint together.
+
+        `not_before` is what the endpoint itself asked for.
+        """
         if not 0 <= jitter < 1:
             raise ValueError(f"jitter must be from 0 to below 1, not {jitter!r}")
         self._leave()
@@ -105,7 +109,8 @@ class Breaker:
             self._nominal_seconds = min(2 * self._nominal_seconds, self.longest_open_seconds)
         self._move(BreakerState.OPEN)
         self.failures += 1
-        self.retry_at = now + self._nominal_seconds * (0.75 + 0.5 * jitter)
+        self.retry_at = max(now + self._nominal_seconds * (0.75 + 0.5 * jitter), not_before)
+        self._not_before = not_before
 
     def left(self) -> None:
         """Free the place without a verdict: the fetch was cancelled, or its answer says nothing about health."""
@@ -115,6 +120,11 @@ class Breaker:
         """Let the next `try_enter` be a probe, whatever is left of the open time; still only one at a time."""
         if self.retry_at is not None:
             self.retry_at = min(self.retry_at, now)
+
+    def probe_by(self, at: float) -> None:
+        """Let a probe be made by then, unless the endpoint asked for more patience."""
+        if self.retry_at is not None:
+            self.retry_at = max(min(self.retry_at, at), self._not_before)
 
     def _is_open_time_over(self, now: float) -> bool:
         return self._last_state is BreakerState.OPEN and self.retry_at is not None and now >= self.retry_at

@@ -94,9 +94,11 @@ class Observed:
 
 @record
 class Unreachable:
-    """An endpoint does not answer: its GPUs leave the counts, its assignments are kept."""
+    """An endpoint does not answer, or not yet: its GPUs leave the counts, its assignments are kept."""
 
     endpoint_id: str
+    #: It will not be asked any more either: what it had says nothing about what can be had.
+    is_removed: bool = False
 
 
 @record

@@ -25,6 +25,7 @@ class EndpointState:
         "free",
         "gpus",
         "is_answering",
+        "is_removed",
         "last_fence",
         "order",
         "present",
@@ -38,6 +39,8 @@ class EndpointState:
         self.gpus: dict[str, GPUResourceState] = {}
         #: Whether the last attempt to read it succeeded.
         self.is_answering = False
+        #: Whether nobody asks it any more.
+        self.is_removed = False
         #: How many GPUs the last reading showed; 0 also while the endpoint does not answer.
         self.present = 0
         #: When the last reading began.

@@ -465,6 +465,9 @@ class Pool:
 
     def _unreachable(self, event: Unreachable, now: float) -> None:
         self.allocator.forget_readings(event.endpoint_id)
+        if event.is_removed:
+            self.allocator.remove(event.endpoint_id)
+            self._reject_impossible(now)
 
     def _vanished(self, event: GPUsVanished, now: float) -> None:
         gpus = [gpu for gpu_id in event.gpu_ids if (gpu := self.allocator.gpus.get(gpu_id)) is not None]

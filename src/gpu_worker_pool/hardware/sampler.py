@@ -134,10 +134,8 @@ class Sampler:
                         self._is_up_to_date.set()
                 finally:
                     self._unlock()
-            else:
-                self._is_asking = False
-                if self.seen.probing_since is None:
-                    self.seen = Seen(self.seen.good, self.seen.last, probing_since=boot_time())
+            elif self.seen.probing_since is None:
+                self.seen = Seen(self.seen.good, self.seen.last, probing_since=boot_time())
         if not self._is_due():
             self._is_up_to_date.set()
 

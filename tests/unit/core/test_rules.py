@@ -470,6 +470,25 @@ def test_rule_5_one_of_several_endpoints_excludes_only_itself(story: Story) -> N
     assert granted(story.reads(*gpus(2, endpoint_id="y"), endpoint_id="y")) == [("a", ("y:0", "y:1"))]
 
 
+def test_rule_5_an_endpoint_that_was_removed_can_no_longer_serve_anybody(story: Story) -> None:
+    story.happens(Unreachable("y"))
+    story.reads(*gpus(1, endpoint_id="x"), endpoint_id="x")
+    story.asks("pair", Wishes(count=2))
+    ended = [effect for effect in story.happens(Unreachable("y", is_removed=True)) if isinstance(effect, Ended)]
+    assert [(effect.request_id, effect.state) for effect in ended] == [("pair", RequestState.REJECTED)]
+    assert granted(story.reads(*gpus(2, endpoint_id="y"), endpoint_id="y")) == []
+    assert granted(story.asks("again", Wishes(count=2))) == [("again", ("y:0", "y:1"))], "it is asked again, and counts"
+
+
+def test_rule_5_what_was_assigned_at_a_removed_endpoint_is_kept(story: Story) -> None:
+    story.reads(*gpus(1, endpoint_id="x"), endpoint_id="x")
+    story.asks("holder")
+    story.happens(Unreachable("x", is_removed=True))
+    assert [lease.request.request_id for lease in story.pool.leases] == ["holder"]
+    story.releases("holder")
+    assert len(story.pool.leases) == 0
+
+
 def test_rule_5_who_waits_is_told_when_a_gpu_ceased_to_exist(story: Story) -> None:
     story.reads(*gpus(2))
     story.asks("holder")

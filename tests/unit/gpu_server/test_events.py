@@ -95,10 +95,11 @@ async def test_who_leaves_is_forgotten_also_in_the_middle_of_a_send() -> None:
     leaving, blocked = Listener(stream), Listener(stream)
     await settle()
     leaving.leave()
+    await settle()
+    assert leaving.task.done(), "without anything happening that would wake it"
     blocked.reads.clear()
     stream.publish(b"a;")
     await settle()
-    assert leaving.task.done()
     blocked.leave()
     blocked.reads.set()
     await blocked.task

@@ -307,3 +307,40 @@ def test_a_probe_longer_than_the_interval_is_up_to_date_too(start: Callable[...,
     begun = time.monotonic()
     assert sampler.wait_until_up_to_date(5)
     assert time.monotonic() - begun < 2
+
+
+def test_who_follows_does_not_ask_while_somebody_else_does(start: Callable[..., Sampler]) -> None:
+    own = Driver()
+    asking = start(interval=0.1)
+    eventually(lambda: len(asking.taken) >= 2)
+    following = start(interval=0.1, reader=own)
+    eventually(lambda: len(following.taken) >= 20)
+    assert own.reads <= 1, "the right to ask may change hands once, at the start"
+
+
+def test_a_sample_that_came_while_the_lock_was_waited_for_is_not_taken_again(driver: Driver) -> None:
+    class Log:
+        """Another process samples between our look and our lock."""
+
+        def __init__(self) -> None:
+            self.is_locked = False
+
+        def follow(self) -> list[Sample]:
+            fresh = Sample(9, 0, boot_time(), 0.0, "", DriverAnswer((), "1", "test"))
+            return [fresh] if self.is_locked else []
+
+        def try_lock(self) -> bool:
+            self.is_locked = True
+            return True
+
+        def unlock(self) -> None:
+            self.is_locked = False
+
+        def close(self) -> None:
+            pass
+
+    sampler = Sampler(driver, interval_seconds=60, on_sample=lambda _: None, open_log=Log)  # type: ignore[arg-type]
+    sampler.start()
+    assert sampler.wait_until_up_to_date(5)
+    assert sampler.stop(5)
+    assert driver.reads == 0
