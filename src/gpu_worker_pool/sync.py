@@ -10,11 +10,12 @@ import asyncio
 import atexit
 import os
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import iscoroutinefunction
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
 from weakref import finalize, ref
 
 from gpu_worker_pool.client import GPUWorkerPoolClient as AsyncClient
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GPUContextManager", "GPUWorkerPoolClient", "gpu_worker_pool_client"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 #: A thread that waits looks up so often: only a signal to the main thread wakes it, and no other interrupt does.
@@ -72,6 +74,26 @@ class _Call:
             self.error = None  # which knows this frame, and must not be known by it
 
 
+class _Executor(ThreadPoolExecutor):
+    """Looks up host names, also for threads that go on when the main thread has ended and Python's own refuses to."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError:
+            future: Future[T] = Future()
+
+            def work() -> None:
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(fn(*args, **kwargs))
+                    except BaseException as error:
+                        future.set_exception(error)
+
+            threading.Thread(target=work, name="gpu-worker-pool-late", daemon=True).start()
+            return future
+
+
 class _LoopThread:
     """A client from its start to its stop: the thread, its event loop, and the calls that are open."""
 
@@ -81,10 +103,10 @@ class _LoopThread:
         self._loop = asyncio.new_event_loop()
         self._is_stop_wanted = asyncio.Event()
         self._is_exiting = False
-        #: Whoever posts has this, so that nothing is posted to a loop that will not come to it any more.
-        self._gate = threading.Lock()
-        self._is_open = True
+        #: Whether calls are taken from threads, and whether those that were taken are begun.
+        self._is_open = self._begins_calls = True
         self.is_over = False
+        #: Whatever threads wait for. No lock: a signal's handler may call while its own thread is in the middle of it.
         self._calls: set[_Call] = set()
         #: By worker id: what was handed out and not released.
         self._held: dict[str, ref[GPUAssignment]] = {}
@@ -97,8 +119,9 @@ class _LoopThread:
     # --- for any thread ---
 
     def start(self) -> None:
-        _running.add(self)
-        self._thread.start()
+        if not self.is_over:  # by a signal's handler that stopped it
+            _running.add(self)
+            self._thread.start()
 
     @property
     def is_current(self) -> bool:
@@ -106,11 +129,14 @@ class _LoopThread:
 
     def post(self, call: _Call) -> None:
         """Calls are begun in the order in which they are posted."""
-        with self._gate:
-            if not self._is_open:
-                raise NotStartedError("the client is not started: it has been stopped")
-            self._calls.add(call)
-            self._loop.call_soon_threadsafe(self._begin, call)
+        # First known, then asked for: so `_close` finds it, or we find that it is closed.
+        self._calls.add(call)
+        if self._is_open:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._begin, call)
+                return
+        self._calls.discard(call)
+        raise NotStartedError("the client is not started: it has been stopped")
 
     def look(self, look: Callable[[], T]) -> T:
         async def looked() -> T:
@@ -160,15 +186,13 @@ class _LoopThread:
         self._tell(_set, turn, error)
 
     def _tell(self, function: Callable[..., object], *args: object) -> None:
-        with self._gate:
-            if self._is_open:  # else everything ends anyway
-                self._loop.call_soon_threadsafe(function, *args)
+        with suppress(RuntimeError):  # the loop is closed, and everything has ended
+            self._loop.call_soon_threadsafe(function, *args)
 
     def want_stop(self) -> None:
         """Returns at once, and takes no lock: garbage is collected in any thread and at any moment."""
         if self.pid == os.getpid():
-            with suppress(RuntimeError):  # it is closed
-                self._loop.call_soon_threadsafe(self._is_stop_wanted.set)
+            self._tell(self._is_stop_wanted.set)
 
     def stop(self) -> None:
         self.want_stop()
@@ -199,12 +223,12 @@ class _LoopThread:
             self._close()
 
     async def _live(self) -> None:
+        self._loop.set_default_executor(_Executor(thread_name_prefix="gpu-worker-pool-names"))
         await self._is_stop_wanted.wait()
-        with self._gate:
-            self._is_open = False
+        self._is_open = False
         await asyncio.sleep(0)  # so that whatever was posted is begun
         if self._is_exiting:
-            for call in self._calls:
+            for call in list(self._calls):
                 call.news = SimpleQueue()
             await self._cancel_calls()
             # They end with the program, which needs no warning.
@@ -219,15 +243,15 @@ class _LoopThread:
         await self._client.stop()  # again, if what was left was its start
 
     async def _cancel_calls(self) -> None:
-        left = [call.task for call in self._calls if call.task is not None]
+        self._begins_calls = False
+        left = [call.task for call in list(self._calls) if call.task is not None]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
     def _close(self) -> None:
         """Whatever happened: nobody waits for a loop that does not run."""
-        with self._gate:
-            self._is_open = False
+        self._is_open = False
         for call in list(self._calls):
             self._end(call, PoolStoppedError())
         self._owner_dropped.detach()
@@ -235,6 +259,9 @@ class _LoopThread:
         _running.discard(self)
 
     def _begin(self, call: _Call) -> None:
+        if not self._begins_calls:
+            self._end(call, PoolStoppedError())
+            return
         try:
             # As it is, without a coroutine around it: the pool must not take its end for the end of who asked.
             call.task = self._loop.create_task(call.work())
@@ -330,7 +357,7 @@ class GPUWorkerPoolClient:
             environ=environ,
         )
         #: For starts and stops at the same moment; nobody keeps it for long.
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()
         self._running: _LoopThread | None = None
 
     # --- life ---

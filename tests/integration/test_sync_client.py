@@ -114,7 +114,13 @@ def is_empty(client: sync.GPUWorkerPoolClient) -> bool:
 
 def run_program(program: str, *args: str, within_seconds: float = 40.0) -> subprocess.CompletedProcess[str]:
     """In development mode, where asyncio watches too, and with every warning an error."""
-    head = "import os, signal, sys, threading, time\nfrom gpu_worker_pool import sync\nurl = sys.argv[1]\n"
+    head = """if True:
+    import logging, os, signal, sys, threading, time
+    from gpu_worker_pool import sync
+    # That this machine is busy is told by asyncio too.
+    logging.getLogger("asyncio").addFilter(lambda record: not str(record.msg).startswith("Executing"))
+    url = sys.argv[1]
+"""
     return subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error", "-c", head + textwrap.dedent(program), *args],
         capture_output=True,
@@ -485,6 +491,39 @@ def test_a_signal_withdraws_the_request_of_the_main_thread(server: ServerProcess
     check_program(program, server.url)
 
 
+def test_a_signal_handler_may_call_the_client(server: ServerProcess) -> None:
+    """At whatever moment: the thread that it interrupts may be in the middle of a call."""
+    program = """
+    from gpu_worker_pool.errors import NotStartedError, PoolStoppedError
+    logging.disable(logging.WARNING)  # a GPU that is held when the handler stops the client is told
+    looked = 0
+
+    def look(*_):
+        global looked
+        client.get_pool_status()
+        looked += 1
+
+    signal.signal(signal.SIGALRM, look)
+    for _ in range(20):
+        client = sync.GPUWorkerPoolClient(url)
+        client.start()
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.003)
+        for _ in range(50):
+            client.release_gpu(client.request_gpu())
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGUSR1, lambda *_: client.stop())
+        threading.Timer(0.01, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
+        try:
+            while True:
+                client.release_gpu(client.request_gpu())
+        except (NotStartedError, PoolStoppedError):
+            pass
+    assert looked > 20, looked
+    print("done")
+    """
+    check_program(program, server.url)
+
+
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGINT)", "_thread.interrupt_main()"])
 def test_control_c_ends_a_program_that_waits(server: ServerProcess, how: str) -> None:
     program = f"""
@@ -509,6 +548,7 @@ def test_signals_at_any_moment_of_a_request_leave_nothing_assigned(server: Serve
     {INTERRUPT}
     draw = random.Random(7)
     interrupted = granted = 0
+    longest = 2e-3
 
     def other():
         while not over:
@@ -523,7 +563,7 @@ def test_signals_at_any_moment_of_a_request_leave_nothing_assigned(server: Serve
             assignment = None
             block = sync.GPUContextManager(client, 30, only=[0])
             try:
-                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 4e-3))
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, longest))
                 if {how!r} == "request":
                     assignment = client.request_gpu(30, only=[0])
                 else:
@@ -531,16 +571,19 @@ def test_signals_at_any_moment_of_a_request_leave_nothing_assigned(server: Serve
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except Interrupted:
                 interrupted += 1
+                longest *= 1.05  # so that about every second one is interrupted, however busy the machine is
             else:
                 granted += 1
+                longest /= 1.05
             if assignment is None:
                 assignment = block.assignment
             if assignment is not None:
                 client.release_gpu(assignment)
         over = True
         thread.join()
-        status = client.get_pool_status()
-        assert (status.active_workers, status.blocked_workers) == (0, 0), status
+        begun = time.monotonic()
+        while (status := client.get_pool_status()).active_workers or status.blocked_workers:
+            assert time.monotonic() - begun < 5, status
     assert interrupted > 50 and granted > 50, (interrupted, granted)
     print("done")
     """
@@ -553,7 +596,6 @@ def test_a_release_that_is_interrupted_is_done_all_the_same(server: ServerProces
     interrupted = 0
     with client:
         loop = client._running._loop
-        loop.slow_callback_duration = 10
         for _ in range(3):
             assignment = client.request_gpu()
             held = threading.Event()
@@ -646,10 +688,19 @@ for _ in range(4):
 while client.get_pool_status().blocked_workers < 4:
     pass
 """,
+    "with threads that go on": """
+def work():
+    threading.main_thread().join()
+    with sync.GPUWorkerPoolClient(url) as other:  # which has a name to look up
+        for one in (client, other):
+            with sync.GPUContextManager(one, 5):
+                pass
+threading.Thread(target=work).start()
+""",
     "dropped": "del client",
     "with a server that does not answer": f"""
 other = sync.GPUWorkerPoolClient("http://localhost:{free_port()}")
-__import__("logging").disable(30)  # that it is down is told, and is not what this is about
+logging.disable(logging.WARNING)  # that it is down is told, and is not what this is about
 other.start()
 """,
     "in a function of its own at exit": """
@@ -819,6 +870,19 @@ def test_a_stop_ends_queued_requests_also_those_that_are_being_called(server: Se
     may_end.set()
     workers.join(5)
     assert results == ["it did end"]
+
+
+@pytest.mark.xfail(reason="the async client's event belongs to the loop of its first start", strict=False)
+def test_a_restarted_client_queues_requests_again(workers: Workers) -> None:
+    nobody = [f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"]
+    client = sync.GPUWorkerPoolClient(service_endpoints=nobody, endpoint_max_retries=0)
+    for _ in range(2):
+        client.start()
+        thread = workers.add(client.queue_request_for_retry, client.request_gpu)
+        thread.join(0.3)
+        client.stop()
+    workers.join(5)
+    assert [type(error) for error in workers.errors] == [PoolStoppedError] * 2
 
 
 # --- with_gpu ---
