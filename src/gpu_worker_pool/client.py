@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
+from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gpu_worker_pool.config import LOCAL_ENDPOINT, PoolConfig
@@ -18,6 +19,7 @@ from gpu_worker_pool.errors import AlreadyStartedError, NotStartedError, PoolSto
 from gpu_worker_pool.gpu_monitor import GPUMonitor, MultiEndpointGPUMonitor, coming_back
 from gpu_worker_pool.http_client import MultiEndpointHTTPClientPool
 from gpu_worker_pool.models import EndpointInfo, GPUAssignment, MultiEndpointPoolStatus, PoolStatus
+from gpu_worker_pool.same_gpus import SameGPUs
 from gpu_worker_pool.worker_pool_manager import WorkerPoolManager
 
 if TYPE_CHECKING:
@@ -101,21 +103,25 @@ class GPUWorkerPoolClient:
         self._queued_requests = 0
         #: Of endpoints that come back: the GPUs that were held all the while.
         self._in_use_at_return: dict[str, set[int]] = {}
+        self._same_gpus = SameGPUs()
 
     # --- life ---
 
     async def start(self) -> None:
         """Begin to ask the endpoints. Succeeds also while none of them answers: requests wait until one does."""
         if self._manager.is_running:
-            raise AlreadyStartedError("the client is already started")
+            if not self._manager.is_abandoned:
+                raise AlreadyStartedError("the client is already started")
+            self._forget()
         await self._manager.start()
         try:
             self._http = MultiEndpointHTTPClientPool(timeout_seconds=self._timeout_seconds)
             # How they were in an earlier life says nothing about this one.
             self._endpoints = EndpointManager(endpoint.config for endpoint in self._endpoints)
             self._monitors = MultiEndpointGPUMonitor(self._monitor(endpoint) for endpoint in self._endpoints)
-            self._endpoint_is_back.clear()
+            self._endpoint_is_back = asyncio.Event()
             self._in_use_at_return.clear()
+            self._same_gpus = SameGPUs()
             for endpoint in self._endpoints:
                 self._manager.endpoint_lost(self._pool_id(endpoint))  # what it has is not known yet
             self._monitors.start()
@@ -126,14 +132,24 @@ class GPUWorkerPoolClient:
 
     async def stop(self) -> None:
         """End every request that waits, and leave nothing behind. Does nothing to a client that is not started."""
+        if self._manager.is_abandoned:
+            self._forget()
+            return
+        self._manager.check_here()
         http, self._http = self._http, None
         try:
-            await self._monitors.stop()
             await self._manager.stop()
             self._endpoint_is_back.set()
+            await self._monitors.stop()
         finally:
             if http is not None:
                 await http.close()
+
+    def _forget(self) -> None:
+        """Its event loop is closed, and everything that ran in it is gone; nothing is left to wait for."""
+        self._manager.forget()
+        self._monitors = MultiEndpointGPUMonitor(())
+        self._http = None
 
     @property
     def is_running(self) -> bool:
@@ -268,8 +284,15 @@ class GPUWorkerPoolClient:
 
     def on_stats_update(self, callback: Callable[[GPUStats], object]) -> Callable[[], None]:
         """Call `callback` with every statistics that arrive, of any endpoint; what is returned ends that."""
+        if iscoroutinefunction(callback):
+            raise TypeError("the callback is called, not awaited: use a plain function")
         self._callbacks.append(callback)
-        return lambda: self._callbacks.remove(callback)
+
+        def end() -> None:
+            with suppress(ValueError):  # it has ended
+                self._callbacks.remove(callback)
+
+        return end
 
     # --- errors and recovery ---
 
@@ -380,16 +403,27 @@ class GPUWorkerPoolClient:
         return endpoint.endpoint_id if self._config.multi_endpoint else ""
 
     def _take(self, endpoint: Endpoint, fetched: Fetched, since_return: float | None) -> None:
+        if not self._manager.is_running:
+            return
         stats, pool_id = fetched.stats, self._pool_id(endpoint)
         if since_return is None:
             self._in_use_at_return.pop(pool_id, None)
         elif len(self._endpoints.healthy) > 1:  # alone it has nobody to share the rush with
             in_use = self._in_use_at_return.setdefault(pool_id, self._manager.gpus_in_use(pool_id))
             stats = coming_back(stats, since_return, in_use)
+        stats = self._same_gpus.marked(
+            endpoint.endpoint_id,
+            stats,
+            self._manager.held_uuids(),
+            lambda gpu_id: f"{pool_id}:{gpu_id}" if pool_id else str(gpu_id),
+        )
         self._manager.update_stats(stats, endpoint_id=pool_id, age_seconds=time.monotonic() - fetched.sent_at)
         self._endpoint_is_back.set()
 
     def _lose(self, endpoint: Endpoint) -> None:
+        self._same_gpus.forget(endpoint.endpoint_id)
+        if not self._manager.is_running:
+            return
         self._manager.endpoint_lost(self._pool_id(endpoint))
 
     def _wake(self, pool_id: str) -> None:
@@ -422,6 +456,7 @@ class GPUWorkerPoolClient:
     def _check_started(self) -> None:
         if not self._manager.is_running:
             raise NotStartedError("the client is not started: call start() or use it as a context manager")
+        self._manager.check_here()
 
     def _check_many(self) -> None:
         self._check_started()
@@ -466,7 +501,9 @@ class GPUContextManager:
         assignment, self.assignment = self.assignment, None
         self._is_used = False
         if assignment is not None:
-            await self._client.release_gpu(assignment)
+            # A client that was stopped meanwhile has said so; what the block raised matters more.
+            with suppress(NotStartedError):
+                await self._client.release_gpu(assignment)
 
 
 @asynccontextmanager

@@ -188,6 +188,8 @@ def _parse_url(text: str) -> _Address:
         raise ValueError("expected a URL such as http://gpu-server:8000, https://host/path or local://")
     scheme, host, path = match["scheme"].lower(), match["host"].lower(), match["path"].rstrip("/")
     port = int(match["port"] or _DEFAULT_PORTS[scheme])
+    if "://" in path:
+        raise ValueError("it looks like several URLs in one")
     if not 0 < port < 65536:
         raise ValueError(f"there is no port {port}")
     if match["ipv6"]:

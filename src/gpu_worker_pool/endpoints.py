@@ -28,6 +28,8 @@ class Endpoint:
     #: What it said last, which may be long ago.
     last_fetched: Fetched | None = None
     last_seen: datetime | None = None
+    #: The same on the monotonic clock.
+    answered_at: float | None = None
     #: Why the last fetch failed; None if it did not.
     last_error: str | None = None
     #: Whether it was given up on for now: a fetch and its retries failed, or it refuses to answer.
@@ -54,6 +56,7 @@ class Endpoint:
         self._count_time()
         self.last_fetched = fetched
         self.last_seen = datetime.now()
+        self.answered_at = time.monotonic()
         self.last_error = None
         self.is_lost = False
         self.successes += 1

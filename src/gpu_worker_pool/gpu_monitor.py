@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from gpu_worker_pool.core.backoff import backoff_seconds
 from gpu_worker_pool.core.breaker import BreakerState
-from gpu_worker_pool.errors import RetryableError, ServiceRefusedError, ServiceRetryableError
+from gpu_worker_pool.errors import (
+    NetworkRetryableError,
+    RetryableError,
+    ServiceRefusedError,
+    ServiceRetryableError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable
@@ -65,6 +70,8 @@ class GPUMonitor:
         self.endpoint = endpoint
         self._client = client
         self._polling_interval = polling_interval
+        #: As long as its readings can be used (rule 1).
+        self._silence_seconds = max(3 * polling_interval, 15.0)
         self._max_retries = max_retries
         self._health_check_interval = health_check_interval
         self._on_stats = on_stats
@@ -137,6 +144,7 @@ class GPUMonitor:
         if not breaker.try_enter(time.monotonic()):
             return False
         self._has_verdict = False
+        silence = self._watch_for_silence()
         try:
             await self._ask(is_probe=state is BreakerState.HALF_OPEN)
         except Exception as error:
@@ -147,10 +155,27 @@ class GPUMonitor:
             self.endpoint.failed(error)
             self._lose(error)
         finally:
+            if silence is not None:
+                silence.cancel()
             if not self._has_verdict:
                 breaker.left()
         self._log_breaker(state)
         return True
+
+    def _watch_for_silence(self) -> asyncio.TimerHandle | None:
+        """An endpoint that was well and says nothing any more is lost before the last retry has timed out."""
+        answered_at = self.endpoint.answered_at
+        if answered_at is None or self.endpoint.is_lost:
+            return None
+        return asyncio.get_running_loop().call_later(
+            max(answered_at + self._silence_seconds - time.monotonic(), 0.0), self._fall_silent
+        )
+
+    def _fall_silent(self) -> None:
+        answered_at = self.endpoint.answered_at or 0.0
+        error = NetworkRetryableError(f"no answer for {time.monotonic() - answered_at:.0f} s")
+        self.endpoint.last_error = str(error)
+        self._lose(error)
 
     async def _ask(self, *, is_probe: bool) -> None:
         breaker = self.endpoint.breaker
@@ -225,7 +250,8 @@ class GPUMonitor:
         for callback in list(self._callbacks):
             try:
                 callback(fetched.stats)
-            except Exception:
+            # Nobody cancels us in here: it is the callback's own, of something it looked at.
+            except (Exception, asyncio.CancelledError):
                 logger.exception("a callback for new statistics failed")
 
     def _lose(self, error: Exception) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -182,6 +184,26 @@ class WorkerPoolManager:
     def is_running(self) -> bool:
         return self._pool is not None
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the event loop it was started in was closed without stopping it."""
+        return self._pool is not None and self._loop.is_closed()
+
+    def forget(self) -> None:
+        """For one that is abandoned: nobody who waited in that loop is left to be told."""
+        self._pool = None
+
+    def check_here(self) -> None:
+        """Raise if this is not where it may be called from, before anything has changed."""
+        if self._pool is None:
+            return
+        try:
+            loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:  # none runs, and so none can be the wrong one
+            loop = None
+        if get_ident() != self._thread or loop not in (None, self._loop):
+            raise WrongThreadError
+
     async def __aenter__(self) -> WorkerPoolManager:
         await self.start()
         return self
@@ -289,7 +311,7 @@ class WorkerPoolManager:
     def _deadline(self, timeout: float | None, now: float) -> float | None:
         if timeout is None:
             timeout = self._worker_timeout
-        elif not timeout >= 0:
+        elif not _is_duration(timeout):
             raise ValueError(f"timeout must be a number of seconds, 0 or more, not {timeout!r}")
         return None if timeout is None else now + timeout
 
@@ -440,6 +462,11 @@ class WorkerPoolManager:
             gpu_assignments=assignments,
         )
 
+    def held_uuids(self) -> dict[str, str]:
+        """By UUID, the id under which a GPU is assigned, or in quarantine."""
+        leases = self._running_pool().leases
+        return {gpu.uuid: gpu.gpu_id for lease in leases for gpu in lease.held if gpu.uuid is not None}
+
     def gpus_in_use(self, endpoint_id: str) -> set[int]:
         """The numbers of an endpoint's GPUs that are assigned, or in quarantine."""
         leases = self._running_pool().leases
@@ -577,6 +604,12 @@ class WorkerPoolManager:
 
     def _unusable(self) -> NotStartedError | WrongThreadError:
         return NotStartedError() if self._pool is None else WrongThreadError()
+
+
+def _is_duration(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 <= value <= sys.float_info.max or value == math.inf
 
 
 #: What a task runs that only asks.

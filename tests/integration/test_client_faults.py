@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import time
+import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,8 @@ import pytest
 from aiohttp import web
 from tests.server_process import ServerProcess, free_port
 
-from gpu_worker_pool import GPUWorkerPoolClient, ServiceUnavailableError, WorkerTimeoutError
+from gpu_worker_pool import GPUContextManager, GPUWorkerPoolClient, ServiceUnavailableError, WorkerTimeoutError
+from gpu_worker_pool.errors import WrongThreadError
 from gpu_worker_pool.gpu_monitor import RETURN_SECONDS
 
 
@@ -199,6 +202,7 @@ class Liar:
         self.body: Any = {}
         self.text: str | None = None
         self.status = 200
+        self.is_silent = False
         self.asked = 0
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -209,6 +213,8 @@ class Liar:
 
     async def answer(self, _: web.Request) -> web.Response:
         self.asked += 1
+        while self.is_silent:
+            await asyncio.sleep(0.05)
         if self.text is not None:
             return web.Response(text=self.text, status=self.status)
         return web.json_response(self.body, status=self.status)
@@ -318,3 +324,130 @@ async def test_a_refusal_says_what_to_look_at(liar: Liar) -> None:
             await client.request_gpu(timeout=0.2)
         stats = client.get_error_recovery_status()["circuit_breaker_stats"]
         assert [breaker["state"] for breaker in stats.values()] == ["closed"], "a refusal is not counted"
+
+
+async def test_a_server_that_falls_silent_is_lost_before_its_retries_have_timed_out(
+    liar: Liar,
+) -> None:
+    """The default timeouts alone would call it healthy for two minutes."""
+    liar.rows(row(0))
+    async with asking(liar, request_timeout=60) as client:
+        for monitor in client._monitors._monitors.values():
+            monitor._silence_seconds = 0.5
+        liar.is_silent = True
+        await until(lambda: client.get_health()["status"] == "unhealthy", 5)
+        assert client.get_pool_status().total_gpus == 0
+        with pytest.raises(ServiceUnavailableError, match="no answer for"):
+            await client.request_gpu(timeout=0.1)
+        liar.is_silent = False
+
+
+async def test_one_server_under_two_names_gives_each_gpu_once(liar: Liar, caplog: pytest.LogCaptureFixture) -> None:
+    liar.rows(row(0, uuid="GPU-real0"), row(1, uuid="GPU-real1"))
+    names = [f"a={liar.url}", f"b={liar.url.replace('127.0.0.1', 'localhost')}"]
+    async with GPUWorkerPoolClient(service_endpoints=names, polling_interval=0.1, environ={}) as client:
+        granted = [await client.request_gpu() for _ in range(2)]
+        assert len({assignment.gpu_uuids for assignment in granted}) == 2
+        with pytest.raises(WorkerTimeoutError, match="it is the same GPU as one of"):
+            await client.request_gpu(timeout=0.5)
+    assert caplog.text.count("shows the same GPUs as") == 1
+
+
+@pytest.mark.parametrize("mode", ["one", "many"])
+async def test_a_card_that_is_held_is_not_given_out_under_another_number(liar: Liar, mode: str) -> None:
+    liar.rows(row(0, uuid="GPU-aaaa"), row(1, uuid="GPU-bbbb", memory_usage_percent=99.0))
+    endpoint = {"service_endpoint": liar.url} if mode == "one" else {"service_endpoints": f"a={liar.url}"}
+    async with GPUWorkerPoolClient(**endpoint, polling_interval=0.1, environ={}) as client:  # type: ignore[arg-type]
+        first = await client.request_gpu()
+        assert first.gpu_uuids == ("GPU-aaaa",)
+        liar.rows(row(0, uuid="GPU-bbbb", memory_usage_percent=99.0), row(1, uuid="GPU-aaaa"))
+        await asyncio.sleep(0.5)
+        with pytest.raises(WorkerTimeoutError, match="their numbers have changed"):
+            await client.request_gpu(timeout=0.3)
+        await client.release_gpu(first)
+        await client.request_gpu(timeout=5)
+
+
+async def test_callbacks_can_do_no_harm(liar: Liar, caplog: pytest.LogCaptureFixture) -> None:
+    liar.rows(row(0))
+
+    def cancelled(_: object) -> None:
+        raise asyncio.CancelledError
+
+    async def coroutine(_: object) -> None:
+        pass
+
+    client = asking(liar)
+    with pytest.raises(TypeError, match="plain function"):
+        client.on_stats_update(coroutine)
+    end = client.on_stats_update(cancelled)
+    async with client:
+        asked = liar.asked
+        await until(lambda: liar.asked > asked + 3)
+        end()
+        end()
+        assert client.get_health()["status"] == "healthy"
+    assert "a callback for new statistics failed" in caplog.text
+
+
+# --- where it may be called from ---
+
+
+async def test_from_another_thread_it_is_refused_and_unharmed(liar: Liar) -> None:
+    liar.rows(row(0))
+    async with GPUWorkerPoolClient(service_endpoints=f"a={liar.url}", polling_interval=0.1, environ={}) as client:
+        calls: list[Callable[[], Any]] = [
+            client.stop,
+            lambda: client.add_endpoint("b=http://127.0.0.1:9"),
+            lambda: client.remove_endpoint("a"),
+            lambda: client.trigger_endpoint_recovery("a"),
+            lambda: client.queue_request_for_retry(client.request_gpu),
+        ]
+        for call in calls:
+            with pytest.raises(WrongThreadError):
+                await asyncio.to_thread(lambda call=call: asyncio.run(call()))
+        infos = client.get_endpoints_info()
+        assert infos is not None
+        assert [info["endpoint_id"] for info in infos] == ["a"]
+        asked = liar.asked
+        await until(lambda: liar.asked > asked + 2)
+        await client.release_gpu(await client.request_gpu())
+
+
+def test_a_client_whose_loop_is_gone_can_be_stopped_and_started_again(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, GPU_BACKEND="simulated:1") as server, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # whoever does not stop it is told about its sockets
+        client = GPUWorkerPoolClient(service_endpoints=server.url, environ={})
+        asyncio.run(client.start())
+        asyncio.run(client.stop())
+        asyncio.run(client.start())
+
+        async def use() -> None:
+            async with client:
+                await client.release_gpu(await client.queue_request_for_retry(client.request_gpu))
+
+        asyncio.run(use())
+        asyncio.run(use())
+        gc.collect()
+
+
+async def test_a_block_keeps_its_own_error_when_the_client_is_stopped_meanwhile(liar: Liar) -> None:
+    liar.rows(row(0))
+    client = asking(liar)
+    await client.start()
+
+    async def work() -> None:
+        async with GPUContextManager(client):
+            await client.stop()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        await work()
+
+
+@pytest.mark.parametrize("timeout", ["5", -1, float("nan"), 10**400, True])
+async def test_a_timeout_that_is_none_is_refused(liar: Liar, timeout: Any) -> None:
+    liar.rows(row(0))
+    async with asking(liar) as client:
+        with pytest.raises(ValueError, match="timeout must be a number of seconds"):
+            await client.request_gpu(timeout=timeout)
