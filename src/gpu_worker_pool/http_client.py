@@ -24,6 +24,7 @@ from gpu_worker_pool.errors import (
     ServiceRetryableError,
     ServiceUnavailableError,
 )
+from gpu_worker_pool.name_lookup import make_resolver
 from gpu_worker_pool.replies import LARGEST_BODY_BYTES, cleaned, parse_detail, parse_retry_after, parse_stats
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def make_session(*, limit_per_host: int = 8, ssl_context: ssl.SSLContext | None 
         limit=0,
         limit_per_host=limit_per_host,
         ssl=True if ssl_context is None else ssl_context,
+        resolver=make_resolver(),
     )
     return aiohttp.ClientSession(
         connector=connector,

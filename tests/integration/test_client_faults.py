@@ -7,6 +7,8 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections import Counter
@@ -451,3 +453,32 @@ async def test_a_timeout_that_is_none_is_refused(liar: Liar, timeout: Any) -> No
     async with asking(liar) as client:
         with pytest.raises(ValueError, match="timeout must be a number of seconds"):
             await client.request_gpu(timeout=timeout)
+
+
+SLOW_NAMES = """
+import asyncio, socket, sys, time
+real = socket.getaddrinfo
+def slow(host, *args, **kwargs):
+    if str(host).startswith("slow"):
+        time.sleep(8)
+        raise socket.gaierror("no such name")
+    return real(host, *args, **kwargs)
+socket.getaddrinfo = slow
+from gpu_worker_pool import GPUWorkerPoolClient
+async def main():
+    names = [f"http://slow{number}.invalid:9" for number in range(20)] + [f"good=http://localhost:{sys.argv[1]}"]
+    async with GPUWorkerPoolClient(service_endpoints=names, environ={}) as client:
+        assignment = await client.request_gpu(timeout=3)
+        print(assignment.gpu_id)
+        await client.release_gpu(assignment)
+asyncio.run(main())
+"""
+
+
+def test_name_servers_that_hang_delay_neither_other_endpoints_nor_the_end(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, GPU_BACKEND="simulated:1") as server:
+        begun = time.monotonic()
+        program = [sys.executable, "-W", "error", "-c", SLOW_NAMES, str(server.port)]
+        done = subprocess.run(program, check=False, capture_output=True, text=True, timeout=30)
+        assert (done.stdout, done.stderr, done.returncode) == ("good:0\n", "", 0)
+        assert time.monotonic() - begun < 7
