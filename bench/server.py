@@ -165,17 +165,17 @@ from gpu_worker_pool.gpu_server.view import HostView
 from gpu_worker_pool.hardware.readers.choose import make_reader
 from gpu_worker_pool.hardware.sample_log import SampleLog
 from gpu_worker_pool.hardware.sampler import Sampler, boot_time
-view = HostView(None, 1.0)
-sampler = Sampler(make_reader("simulated:8", boot_time), interval_seconds=0.05, keep=100, on_sample=view.take,
+view = HostView(lambda: sampler.seen, max_history=100)
+sampler = Sampler(make_reader("simulated:8", boot_time), interval_seconds=0.05, on_sample=view.take,
                   open_log=lambda: SampleLog(Path(sys.argv[1]), "bench", keep=100))
-view.follow(sampler)
 def resident():
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 after = {}
 for number in range(1, 100_001):
-    sampler.want_fresh()
+    sampler.want_fresh(boot_time())
     sampler._turn()
+    view.answer("stats")
     if number in (10_000, 100_000):
         after[number] = resident()
 print(after[10_000], after[100_000])

@@ -9,6 +9,7 @@ from gpu_worker_pool._version import __version__
 
 if TYPE_CHECKING:
     from gpu_worker_pool.client import GPUContextManager, GPUWorkerPoolClient, gpu_worker_pool_client
+    from gpu_worker_pool.decorators import with_gpu
     from gpu_worker_pool.errors import (
         GPUWorkerPoolError,
         ImpossibleRequestError,
@@ -49,10 +50,12 @@ __all__ = [
     "WorkerTimeoutError",
     "__version__",
     "gpu_worker_pool_client",
+    "with_gpu",
 ]
 
 _HOMES = {
     "client": ("GPUContextManager", "GPUWorkerPoolClient", "gpu_worker_pool_client"),
+    "decorators": ("with_gpu",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
 }
 
