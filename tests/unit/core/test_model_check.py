@@ -395,6 +395,14 @@ SMALL = [
         is_read_first=False,
     ),
     Scenario(
+        "endpoints, one of them removed",
+        (1_600, 13_000),
+        askers("one") + askers("other") + askers("third"),
+        A_AND_B,
+        others=(Unreachable("b", is_removed=True),),
+        is_read_first=False,
+    ),
+    Scenario(
         "vanishing",
         (1_900, 22_000),
         askers("two", count=2, ttl=STEP) + askers("one", ttl=STEP),
