@@ -54,7 +54,7 @@ def summary(gpus: int) -> str:
             "name": "Benchmark GPU",
             "memory_usage_percent": 1.0,
             "utilization_percent": 0.0,
-            "uuid": f"GPU-00000000-0000-0000-0000-{index:012d}",
+            "uuid": f"GPU-51309a7e-0000-4000-8000-{index:012d}",  # of simulated GPUs, the same everywhere
             "memory_total_mb": 24576,
             "memory_used_mb": 246,
             "fault": None,

@@ -13,15 +13,14 @@ from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
+from itertools import product
 from math import inf
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import Any
 
 from gpu_worker_pool.core.readings import LARGEST_MB
 from gpu_worker_pool.errors import ServiceRetryableError
 from gpu_worker_pool.models import GPUInfo, GPUStats
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LARGEST_BODY_BYTES = 8 * 1024 * 1024
 #: No host has more; what is parsed blocks the caller's event loop for as long as it takes.
@@ -38,8 +37,21 @@ _LONGEST_NAME = 128
 _LONGEST_TIMESTAMP = 64
 _LONGEST_SENTENCE = 300
 #: A UUID may end up in `CUDA_VISIBLE_DEVICES`, where a comma or a space would mean another GPU.
-_NUMBERS = frozenset({int, float})
 _UUID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+
+
+#: What our own server tells of every GPU, and of which types it may be where nothing is unknown or wrong.
+_ALWAYS_THERE = itemgetter(
+    "name",
+    "uuid",
+    "fault",
+    "memory_usage_percent",
+    "utilization_percent",
+    "memory_total_mb",
+    "memory_used_mb",
+    "process_count",
+)
+_SOUND_TYPES = frozenset((str, str, type(None), *numbers, int) for numbers in product((int, float), repeat=4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,28 +166,22 @@ def _sound_gpu(gpu_id: int, row: dict[str, Any], uuids: dict[str, int]) -> GPUIn
 
     Says nothing that `_gpu` would not, in a third of its time: hundreds of endpoints are read every few seconds.
     """
-    get: Callable[..., Any] = row.get
-    name, uuid = get("name"), get("uuid")
-    memory_usage, utilization = get("memory_usage_percent"), get("utilization_percent")
-    total, used, process_count = get("memory_total_mb"), get("memory_used_mb"), get("process_count")
-    leased, reports_utilization = get("leased", False), get("reports_utilization", True)
+    try:
+        values = _ALWAYS_THERE(row)
+    except KeyError:
+        return None
+    name, uuid, fault, memory_usage, utilization, total, used, process_count = values
+    leased, reports_utilization = row.get("leased", False), row.get("reports_utilization", True)
     is_sound = (
-        type(memory_usage) in _NUMBERS
+        tuple(map(type, values)) in _SOUND_TYPES
         and 0 <= memory_usage <= 100
-        and type(utilization) in _NUMBERS
         and 0 <= utilization <= 100
-        and type(used) in _NUMBERS
-        and type(total) in _NUMBERS
         and 0 <= used <= total <= LARGEST_MB
-        and type(process_count) is int
         and 0 <= process_count <= _LARGEST_GPU_ID
         and (leased is False or leased is True)
         and (reports_utilization is True or reports_utilization is False)
-        and get("fault") is None
-        and type(name) is str
         and len(name) <= _LONGEST_NAME
         and name.isprintable()
-        and type(uuid) is str
         and uuid not in uuids
         and _UUID.fullmatch(uuid) is not None
     )
@@ -191,7 +197,7 @@ def _sound_gpu(gpu_id: int, row: dict[str, Any], uuids: dict[str, int]) -> GPUIn
             "uuid": uuid,
             "memory_total_mb": total,
             "memory_used_mb": used,
-            "fault": None,
+            "fault": fault,
             "leased": leased,
             "reports_utilization": reports_utilization,
             "process_count": process_count,
@@ -363,8 +369,8 @@ _PATIENT_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_whole_
 def _decoded(body: bytes) -> object:
     if len(body) > LARGEST_BODY_BYTES:
         raise ServiceRetryableError(f"the reply has {len(body)} bytes; at most {LARGEST_BODY_BYTES} are read")
-    # Every value but the first begins behind one of these.
-    if body.count(b",") + body.count(b"[") + body.count(b"{") > _MOST_VALUES:
+    # Every value takes a byte at least, and every one but the first begins behind one of these.
+    if len(body) > _MOST_VALUES and body.count(b",") + body.count(b"[") + body.count(b"{") > _MOST_VALUES:
         raise ServiceRetryableError(f"the reply has more than {_MOST_VALUES} values")
     try:
         text = body.decode("utf-8")
@@ -384,13 +390,21 @@ def _decoded(body: bytes) -> object:
 
 
 def _has_every_key(reply: object, text: str) -> bool:
-    """Whether no key was given twice, as far as can be told quickly: as many keys were read as are written."""
+    """Whether no key was given twice, as far as can be told quickly: every colon is one of a key or of a text read."""
     rows = reply.get("gpus_summary") if isinstance(reply, dict) else None
     if not isinstance(reply, dict) or not isinstance(rows, list):
         return False
-    read = len(reply) + sum(len(row) for row in rows if isinstance(row, dict))
-    # With a blank before its colon, a key would not be counted as written.
-    return read == text.count('":') and not any(blank in text for blank in (" :", "\t:", "\n:", "\r:"))
+    accounted = len(reply) + _colons(reply, "timestamp")
+    for row in rows:
+        if not isinstance(row, dict):
+            return False
+        accounted += len(row) + _colons(row, "name") + _colons(row, "uuid")
+    return accounted == text.count(":")
+
+
+def _colons(where: dict[str, Any], key: str) -> int:
+    value = where.get(key)
+    return value.count(":") if isinstance(value, str) else 0
 
 
 def _moment(date: str) -> float | None:
