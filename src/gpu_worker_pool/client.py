@@ -11,6 +11,7 @@ from datetime import datetime
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from gpu_worker_pool import pool_metrics
 from gpu_worker_pool.config import LOCAL_ENDPOINT, PoolConfig
 from gpu_worker_pool.core import PoolSettings
 from gpu_worker_pool.default_endpoint import SERVER_DEFAULT, FirstThatAnswers
@@ -238,6 +239,7 @@ class GPUWorkerPoolClient:
 
     def get_detailed_metrics(self) -> dict[str, Any]:
         status = self.get_pool_status()
+        pool, now = self._manager.pool, self._manager.now
         metrics: dict[str, Any] = {
             "timestamp": datetime.now().isoformat(),
             "is_running": True,
@@ -249,7 +251,9 @@ class GPUWorkerPoolClient:
                 "memory_threshold_percent": self._config.memory_threshold,
                 "utilization_threshold_percent": self._config.utilization_threshold,
             },
-            **self._manager.get_metrics(),
+            "gpu_metrics": pool_metrics.gpu_metrics(pool, now),
+            "assignment_metrics": pool_metrics.assignment_metrics(pool, now),
+            "queue_metrics": pool_metrics.queue_metrics(pool, now),
         }
         if self._config.multi_endpoint:
             grants = self._manager.grants
@@ -409,12 +413,12 @@ class GPUWorkerPoolClient:
         if since_return is None:
             self._in_use_at_return.pop(pool_id, None)
         elif len(self._endpoints.healthy) > 1:  # alone it has nobody to share the rush with
-            in_use = self._in_use_at_return.setdefault(pool_id, self._manager.gpus_in_use(pool_id))
+            in_use = self._in_use_at_return.setdefault(pool_id, pool_metrics.gpus_in_use(self._manager.pool, pool_id))
             stats = coming_back(stats, since_return, in_use)
         stats = self._same_gpus.marked(
             endpoint.endpoint_id,
             stats,
-            self._manager.held_uuids(),
+            pool_metrics.held_uuids(self._manager.pool),
             lambda gpu_id: f"{pool_id}:{gpu_id}" if pool_id else str(gpu_id),
         )
         self._manager.update_stats(stats, endpoint_id=pool_id, age_seconds=time.monotonic() - fetched.sent_at)
@@ -436,7 +440,7 @@ class GPUWorkerPoolClient:
         return "; ".join(endpoint.told() for endpoint in self._endpoints if not endpoint.is_healthy)
 
     def _endpoint_infos(self) -> list[EndpointInfo]:
-        counts = self._manager.gpu_counts()
+        counts = pool_metrics.gpu_counts(self._manager.pool, self._manager.now)
         infos = []
         for endpoint in self._endpoints:
             total, available = counts.get(self._pool_id(endpoint), (0, 0))

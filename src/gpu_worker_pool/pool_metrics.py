@@ -1,4 +1,4 @@
-"""The pool's numbers, for `get_detailed_metrics`: looked at, never changed."""
+"""The pool's numbers: looked at, never changed."""
 
 from __future__ import annotations
 
@@ -69,3 +69,22 @@ def queue_metrics(pool: Pool, now: float) -> dict[str, Any]:
             for waiter in waiters
         ],
     }
+
+
+def gpu_counts(pool: Pool, now: float) -> dict[str, tuple[int, int]]:
+    """By endpoint: how many GPUs it shows, and how many of them are free."""
+    allocator = pool.allocator
+    return {
+        name: (endpoint.present, len(endpoint.free) if allocator.is_fresh(endpoint, now) else 0)
+        for name, endpoint in allocator.endpoints.items()
+    }
+
+
+def held_uuids(pool: Pool) -> dict[str, str]:
+    """By UUID, the id under which a GPU is assigned, or in quarantine."""
+    return {gpu.uuid: gpu.gpu_id for lease in pool.leases for gpu in lease.held if gpu.uuid is not None}
+
+
+def gpus_in_use(pool: Pool, endpoint_id: str) -> set[int]:
+    """The numbers of an endpoint's GPUs that are assigned, or in quarantine."""
+    return {gpu.index for lease in pool.leases if lease.endpoint_id == endpoint_id for gpu in lease.held}

@@ -39,7 +39,6 @@ from gpu_worker_pool.core import (
     Released,
     Request,
     Requested,
-    RequestState,
     Stopped,
     Ticked,
     Unreachable,
@@ -50,21 +49,17 @@ from gpu_worker_pool.core import (
 from gpu_worker_pool.core.wishes import as_names
 from gpu_worker_pool.errors import (
     AlreadyStartedError,
-    ImpossibleRequestError,
     InvalidAssignmentError,
     LeaseEndedError,
     NotStartedError,
     PoolStoppedError,
-    RequestCancelledError,
-    RequestGivenUpError,
-    ServiceUnavailableTimeoutError,
     StaleAssignmentError,
     WorkerTimeoutError,
     WrongThreadError,
 )
 from gpu_worker_pool.holders import Holders, shown
 from gpu_worker_pool.models import GPUAssignment, PoolStatus, WorkerInfo, make_global_gpu_id
-from gpu_worker_pool.pool_metrics import assignment_metrics, gpu_metrics, queue_metrics
+from gpu_worker_pool.refusals import Refusals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -81,9 +76,6 @@ __all__ = ["StaleAssignmentError", "WorkerPoolManager", "WorkerTimeoutError"]
 _log = logging.getLogger(__name__)
 
 REMEMBERED_OUTCOMES = 1000
-NEWLINE = "\n"
-#: An error explains so many GPUs one by one.
-MOST_GPUS_TOLD = 16
 
 
 class WorkerPoolManager:
@@ -131,16 +123,13 @@ class WorkerPoolManager:
         self._worker_timeout = worker_timeout
         self._max_assignment_age_seconds = max_assignment_age_seconds
         self._on_reading_wanted = on_reading_wanted
-        self._tell_endpoints = tell_endpoints
+        self._refusals = Refusals(tell_endpoints)
         self._asking = frozenset({ASKING, *also_asking})
         self._given_clock = clock
         self._pool: Pool | None = None
         # Names that no other pool gives, so that its assignments are not mistaken for ours.
         self._prefix = f"worker-{secrets.token_hex(3)}-"
         self._serial = 0
-        #: What errors say of wishes, at one moment.
-        self._explained_at: object = None
-        self._explained: dict[Wishes, str] = {}
 
     # ---- Life
 
@@ -153,7 +142,7 @@ class WorkerPoolManager:
         self._now = self._clock.now
         #: Those who wait in `request_gpu`, and those who want to be called back.
         self._answers: dict[str, asyncio.Future[Lease | Ended]] = {}
-        self._workers: dict[str, tuple[Request, WorkerInfo]] = {}
+        self._workers: dict[str, tuple[Request, WorkerInfo, float]] = {}
         self._waiting_workers: set[str] = set()
         self._holders = Holders(self._loop, self._asking, self._is_forgotten, self._asker_finished)
         self._timer: Timer | None = None
@@ -177,7 +166,7 @@ class WorkerPoolManager:
         if held:
             _log.warning("stopped while GPUs were still assigned: %s", ", ".join(held))
         self._holders.clear()
-        self._explained.clear()
+        self._refusals.forget()
         self._pool = None
 
     @property
@@ -282,7 +271,7 @@ class WorkerPoolManager:
             self._take_back(pool, name)
             raise
         if isinstance(answered, Ended):
-            raise self._error_of(pool, request, answered)
+            raise self._refusals.error_of(pool, request, answered, self._now() - now)
         if self._pool is not pool:
             raise PoolStoppedError
         return self._hand_over(answered)
@@ -304,7 +293,7 @@ class WorkerPoolManager:
         request = Request(name, wishes, worker.id, "", None, self._max_assignment_age_seconds)
         now = self._now()
         deadline = self._deadline(timeout, now)
-        self._workers[request.request_id] = (request, worker)
+        self._workers[request.request_id] = (request, worker, now)
         self._waiting_workers.add(worker.id)
         self._perform_all(pool.apply(Requested(request, deadline), now))
 
@@ -424,7 +413,7 @@ class WorkerPoolManager:
             if endpoint_id and reading.gpu_id != (name := make_global_gpu_id(endpoint_id, reading.index)):
                 raise ValueError(f"gpu_id must be {name!r} here, endpoint and index, not {reading.gpu_id!r}")
         self._is_talkative = pool_events.is_wanted()
-        self._explained.clear()
+        self._refusals.forget()
         self._apply(Observed(endpoint_id, readings, self._now() - age_seconds))
 
     def endpoint_lost(self, endpoint_id: str = "", *, is_removed: bool = False) -> None:
@@ -462,31 +451,14 @@ class WorkerPoolManager:
             gpu_assignments=assignments,
         )
 
-    def held_uuids(self) -> dict[str, str]:
-        """By UUID, the id under which a GPU is assigned, or in quarantine."""
-        leases = self._running_pool().leases
-        return {gpu.uuid: gpu.gpu_id for lease in leases for gpu in lease.held if gpu.uuid is not None}
+    @property
+    def pool(self) -> Pool:
+        """To look at, in this moment; only the manager changes it."""
+        return self._running_pool()
 
-    def gpus_in_use(self, endpoint_id: str) -> set[int]:
-        """The numbers of an endpoint's GPUs that are assigned, or in quarantine."""
-        leases = self._running_pool().leases
-        return {gpu.index for lease in leases if lease.endpoint_id == endpoint_id for gpu in lease.held}
-
-    def gpu_counts(self) -> dict[str, tuple[int, int]]:
-        """By endpoint: how many GPUs it shows, and how many of them are free."""
-        allocator, now = self._running_pool().allocator, self._now()
-        return {
-            name: (endpoint.present, len(endpoint.free) if allocator.is_fresh(endpoint, now) else 0)
-            for name, endpoint in allocator.endpoints.items()
-        }
-
-    def get_metrics(self) -> dict[str, Any]:
-        pool, now = self._running_pool(), self._now()
-        return {
-            "gpu_metrics": gpu_metrics(pool, now),
-            "assignment_metrics": assignment_metrics(pool, now),
-            "queue_metrics": queue_metrics(pool, now),
-        }
+    @property
+    def now(self) -> float:
+        return self._now()
 
     def explain(self, **wishes: Any) -> Explanation:
         """Why somebody who asked for this now would wait: GPU by GPU, with the numbers."""
@@ -523,7 +495,7 @@ class WorkerPoolManager:
         request_id = lease.request.request_id
         answer = self._answers.pop(request_id, None)
         if answer is None:
-            _, worker = self._workers.pop(request_id)
+            _, worker, _ = self._workers.pop(request_id)
             self._waiting_workers.discard(worker.id)
             assignment = self._hand_over(lease, worker)
             self._loop.call_soon(worker.callback, assignment.gpu_id)
@@ -537,9 +509,11 @@ class WorkerPoolManager:
             if not answer.done():
                 answer.set_result(ended)
         elif ended.request_id in self._workers:
-            request, worker = self._workers.pop(ended.request_id)
+            request, worker, asked_at = self._workers.pop(ended.request_id)
             self._waiting_workers.discard(worker.id)
-            self._loop.call_soon(worker.on_error, self._error_of(self._running_pool(), request, ended))
+            waited = self._now() - asked_at
+            error = self._refusals.error_of(self._running_pool(), request, ended, waited)
+            self._loop.call_soon(worker.on_error, error)
         # else it was cancelled, and knows
 
     def _tell_lost(self, effect: LeaseEnded) -> None:
@@ -565,35 +539,6 @@ class WorkerPoolManager:
         if self._pool is not None:
             # Loops round: a timer may come a moment early, and what is due must not wait for the next one.
             self._perform_all(self._pool.apply(Ticked(), max(self._now(), self._timer_at)))
-
-    def _error_of(self, pool: Pool, request: Request, effect: Ended) -> Exception:
-        if effect.state is RequestState.REJECTED:
-            return ImpossibleRequestError(reasons=effect.reasons)
-        if effect.state is RequestState.STOPPED:
-            return PoolStoppedError(f"the pool was stopped while {request.worker_id} waited for {request.wishes}")
-        if effect.state is RequestState.CANCELLED:
-            return RequestCancelledError()
-        if effect.state is RequestState.GIVEN_UP:
-            return RequestGivenUpError()
-        message = f"no GPU in time for {request.worker_id}, which waited for {request.wishes}"
-        told = self._tell_endpoints()
-        if not any(endpoint.is_answering for endpoint in pool.allocator.endpoints.values()):
-            return ServiceUnavailableTimeoutError(f"{message}: no GPU service answered{': ' if told else ''}{told}")
-        why_not = self._why_not(pool, request.wishes)
-        return WorkerTimeoutError(f"{message}: {why_not}{f'{NEWLINE}  no answer from {told}' if told else ''}")
-
-    def _why_not(self, pool: Pool, wishes: Wishes) -> str:
-        # Very many may time out in one moment; they are told the same, which is found out once.
-        moment = (pool.now, pool.fence, len(pool.leases))
-        if self._explained_at != moment:
-            self._explained_at, self._explained = moment, {}
-        text = self._explained.get(wishes)
-        if text is None:
-            gpus = explain_wishes(pool, wishes, pool.now).gpus
-            shown = "".join(f"\n  {gpu}" for gpu in gpus[:MOST_GPUS_TOLD])
-            more = f"\n  and {len(gpus) - MOST_GPUS_TOLD} more" if len(gpus) > MOST_GPUS_TOLD else ""
-            text = self._explained[wishes] = f"{shown}{more}" if gpus else "there are no GPUs"
-        return text
 
     # ---- Whether it may be called at all
 

@@ -279,7 +279,7 @@ async def test_the_error_says_who_waited_for_what(pool: WorkerPoolManager) -> No
     other = asyncio.create_task(pool.request_gpu(gpu_model="H100", min_free_memory_mb=1000))
     await settle()
     await pool.stop()
-    with pytest.raises(PoolStoppedError, match=r"stopped while worker-\S+ waited for one GPU") as stopped:
+    with pytest.raises(PoolStoppedError, match=r"stopped while worker-\S+ waited \(\d\.\d s\) for one GPU") as stopped:
         await single
     assert isinstance(stopped.value, RuntimeError)
     with pytest.raises(PoolStoppedError, match="one H100 GPU, 1000 MB free"):

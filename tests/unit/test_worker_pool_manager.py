@@ -511,7 +511,7 @@ async def test_a_timeout_says_who_waited_for_what_and_what_each_gpu_did(
     with pytest.raises(WorkerTimeoutError) as timeout:
         await waiter
     first, *gpu_lines = str(timeout.value).splitlines()
-    assert re.search(r"worker-\S+, which waited for one GPU", first)
+    assert re.search(r"worker-\S+, which waited [0-9.]+ s for one GPU", first)
     assert holder.worker_id not in first, "the one who waited, not the one who holds"
     for line, reasons in zip(
         gpu_lines,
