@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from itertools import product
@@ -52,6 +52,9 @@ _ALWAYS_THERE = itemgetter(
     "process_count",
 )
 _SOUND_TYPES = frozenset((str, str, type(None), *numbers, int) for numbers in product((int, float), repeat=4))
+
+
+_FIELDS = tuple(field.name for field in fields(GPUInfo))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,26 +192,14 @@ def _sound_gpu(gpu_id: int, row: dict[str, Any], uuids: dict[str, int]) -> GPUIn
         return None
     uuids[uuid] = gpu_id
     return _made(
-        {
-            "gpu_id": gpu_id,
-            "name": name,
-            "memory_usage_percent": memory_usage,
-            "utilization_percent": utilization,
-            "uuid": uuid,
-            "memory_total_mb": total,
-            "memory_used_mb": used,
-            "fault": fault,
-            "leased": leased,
-            "reports_utilization": reports_utilization,
-            "process_count": process_count,
-        }
+        gpu_id, name, memory_usage, utilization, uuid, total, used, fault, leased, reports_utilization, process_count
     )
 
 
-def _made(values: dict[str, Any]) -> GPUInfo:
-    """Its own checks would say again what was just made sure of, at twice the price of all else here."""
+def _made(*values: Any) -> GPUInfo:
+    """Of the fields in their order. Its own checks would say again what was just made sure of, at twice the price."""
     gpu = object.__new__(GPUInfo)
-    object.__setattr__(gpu, "__dict__", values)
+    object.__setattr__(gpu, "__dict__", dict(zip(_FIELDS, values, strict=True)))
     return gpu
 
 
@@ -234,19 +225,7 @@ def _gpu(gpu_id: int, row: dict[str, Any], faults: list[str], uuids: dict[str, i
         believed = [cleaned(reported, _LONGEST_SENTENCE)] if reported else []
         fault = cleaned("; ".join([*believed, *(f"bad value: {what}" for what in faults)]), 2 * _LONGEST_SENTENCE)
     return _made(
-        {
-            "gpu_id": gpu_id,
-            "name": name,
-            "memory_usage_percent": memory_usage,
-            "utilization_percent": utilization,
-            "uuid": uuid,
-            "memory_total_mb": total,
-            "memory_used_mb": used,
-            "fault": fault,
-            "leased": leased,
-            "reports_utilization": reports_utilization,
-            "process_count": process_count,
-        }
+        gpu_id, name, memory_usage, utilization, uuid, total, used, fault, leased, reports_utilization, process_count
     )
 
 

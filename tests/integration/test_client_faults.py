@@ -426,12 +426,16 @@ def test_a_client_whose_loop_is_gone_can_be_stopped_and_started_again(tmp_path: 
         warnings.simplefilter("ignore", ResourceWarning)  # whoever does not stop it is told about its sockets
         client = GPUWorkerPoolClient(service_endpoints=server.url, environ={})
         asyncio.run(client.start())
+        assert client.is_running
         asyncio.run(client.stop())
+        assert not client.is_running
         asyncio.run(client.start())
 
         async def use() -> None:
             async with client:
-                await client.release_gpu(await client.queue_request_for_retry(client.request_gpu))
+                assignment = await client.queue_request_for_retry(client.request_gpu)
+                assert assignment.gpu_id
+                await client.release_gpu(assignment)
 
         asyncio.run(use())
         asyncio.run(use())

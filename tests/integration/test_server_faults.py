@@ -382,5 +382,7 @@ def test_a_listener_that_never_reads_is_cut_off(tmp_path: Path) -> None:
         deaf.connect(("127.0.0.1", server.port))
         deaf.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
         eventually(lambda: open_sockets(server) > before)
+        begun = time.monotonic()
         eventually(lambda: open_sockets(server) == before, 45)
+        assert time.monotonic() - begun > 20, "it was given time"
         deaf.close()
