@@ -11,7 +11,7 @@
 | 7 | a cancelled grant is given back | `Pool._cancelled` |
 | 8 | release hands on at once | `Pool._end_lease`, `Pool._want_readings`, `keeping.gpus_to_await` |
 | 9 | ids are remembered | `Pool._requested`, `legality`, `remembered` |
-| 10 | time in which nobody served does not count | `Pool._resumed`, `saved` |
+| 10 | time in which nobody served does not count | `Pool._resumed`, `saved`, `adopting` |
 | 11 | quarantine | `Pool._quarantine`, `evidence` |
 | 12 | why a request waits | `explanation` |
 """
@@ -33,6 +33,7 @@ from gpu_worker_pool.core.events import (
     Resumed,
     Stopped,
     Ticked,
+    Undelivered,
     Unreachable,
 )
 from gpu_worker_pool.core.explanation import Explanation, GPUExplanation, explain, explain_wishes
@@ -85,6 +86,7 @@ __all__ = [
     "Stopped",
     "Strategy",
     "Ticked",
+    "Undelivered",
     "Unreachable",
     "Waiter",
     "WakeAt",

@@ -5,11 +5,11 @@ Readings come in here. Requests without special wishes are answered from an inde
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from heapq import nsmallest
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.core.assignments import HeldGPU
 from gpu_worker_pool.core.balancing import balancer_for
 from gpu_worker_pool.core.gpus import EndpointState, GPUResourceState
 from gpu_worker_pool.core.obstacles import lasting_obstacles, obstacles, reading_obstacles
@@ -19,6 +19,7 @@ from gpu_worker_pool.core.wishes import PLAIN
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from gpu_worker_pool.core.assignments import HeldGPU
     from gpu_worker_pool.core.readings import Reading
     from gpu_worker_pool.core.settings import PoolSettings
     from gpu_worker_pool.core.wishes import Wishes
@@ -33,6 +34,8 @@ class GPUAllocator:
         self.gpus: dict[str, GPUResourceState] = {}
         #: GPUs on which a lease ended and that were not granted since, while fresh readings are wanted (rule 8).
         self.freed: dict[str, GPUResourceState] = {}
+        #: When the newest of all readings began.
+        self.read_at = -math.inf
         self._balancer = balancer_for(settings.strategy)
         self._reading_max_age_seconds = settings.reading_max_age_seconds
         self._is_plain_possible = min(settings.memory_threshold_percent, settings.utilization_threshold_percent) > 0
@@ -48,6 +51,7 @@ class GPUAllocator:
         if not begun_at >= endpoint.begun_at:
             return False
         endpoint.begun_at = begun_at
+        self.read_at = max(self.read_at, begun_at)
         endpoint.is_answering = True
         endpoint.is_removed = False
         seen = set()
@@ -196,6 +200,14 @@ class GPUAllocator:
             if self._only_endpoint is None:
                 self._rank(gpu.endpoint)
 
+    def reindex(self, gpus: Iterable[GPUResourceState]) -> None:
+        """What was promised of these was changed from outside."""
+        for gpu in gpus:
+            gpu.rank = (gpu.usage_percent, gpu.last_fence, gpu.index, gpu.gpu_id, gpu)
+            gpu.endpoint.last_fence = max(gpu.endpoint.last_fence, gpu.last_fence)
+            self._index(gpu)
+            self._rank(gpu.endpoint)
+
     # Rule 5: impossible
 
     def impossible(self, wishes: Wishes) -> tuple[str, ...]:
@@ -237,16 +249,8 @@ class GPUAllocator:
             gpu.reading = None
             gpu.is_plainly_usable = False
             return
-        if begun_at > gpu.freed_at or gpu.leases:
-            gpu.as_held = HeldGPU(
-                gpu.gpu_id,
-                reading.index,
-                reading.uuid,
-                reading.name,
-                reading.memory_used_mb,
-                reading.memory_usage_percent,
-                reading.process_identities,
-            )
+        if begun_at > gpu.freed_at or gpu.leases or gpu.last_seen is None:
+            gpu.as_held = gpu.held_as_read(reading)
         if reading == gpu.reading:
             return
         gpu.reading = gpu.last_seen = reading

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.core.keeping import gpus_to_await, gpus_to_keep
+from gpu_worker_pool.core.keeping import can_judge, gpus_to_await, gpus_to_keep
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -34,7 +34,7 @@ def assign(pool: Pool, now: float) -> None:
         line.tried = True
         if pool.allocator.freed:
             withheld.update(gpus_to_await(pool.allocator, line.wishes, now))
-        if now - waiter.enqueued_at >= pool.settings.max_bypass_seconds:
+        if waiter.may_keep and now - waiter.enqueued_at >= pool.settings.max_bypass_seconds:
             overtaken.append(waiter)
             _keep_for_first(pool, overtaken[-1:], withheld, now)
     pool.improved.clear()
@@ -71,12 +71,19 @@ def _keep_for_first(pool: Pool, overtaken: list[Waiter], withheld: set[str], now
         keeper = pool.keeper
         if keeper is not None and keeper.order < waiter.order:
             return  # they are kept for an earlier one
+        if not can_judge(pool.allocator, waiter):
+            if waiter is keeper:
+                withheld.update(keeper.kept)
+                return
+            continue
         kept = gpus_to_keep(pool.allocator, waiter, pool.improved.values() if waiter is keeper else None, now)
+        if kept and waiter is keeper and kept == keeper.kept:
+            withheld.update(kept)
+            return
         if keeper is not None and (kept or waiter is keeper):
-            if waiter is not keeper or keeper.kept != kept:
-                pool.improve(keeper.kept)
-            keeper.kept, pool.keeper = (), None
+            pool.improve(keeper.kept)
+            pool.keep(keeper, ())
         if kept:
-            waiter.kept, pool.keeper = kept, waiter
+            pool.keep(waiter, kept)
             withheld.update(kept)
             return

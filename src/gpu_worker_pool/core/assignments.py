@@ -59,6 +59,8 @@ class Lease:
     #: What the holder is told; the pool itself waits `expiry_grace_seconds` longer.
     expires_at: float | None
     quarantine: Quarantine | None = None
+    #: The asking whose answer made it held; empty once anybody may know of it by another one.
+    ask: str = ""
 
     @property
     def is_live(self) -> bool:
@@ -78,8 +80,9 @@ class Lease:
             raise IllegalMoveError(f"a lease cannot go from {self.state} to {target}")
         return replace(self, state=target, **changes)
 
-    def extended(self, expires_at: float | None) -> Lease:
-        return replace(self, expires_at=expires_at)
+    def extended(self, expires_at: float | None, ask: str = "") -> Lease:
+        """By its holder, or by an asking; only if that is the one that brought it about, nobody else knows of it."""
+        return replace(self, expires_at=expires_at, ask=ask if ask == self.ask else "")
 
 
 class WorkerAssignmentTracker:

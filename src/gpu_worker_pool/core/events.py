@@ -25,6 +25,10 @@ class Request:
     label: str | None = None
     #: How long a grant lives without renewal; None: until it is released (an assignment within one process).
     ttl_seconds: float | None = None
+    #: Whose waiting requests are counted together; empty: nobody's.
+    account: str = ""
+    #: Names the process that asks, where others on its host can see whether it is still there (rule 10).
+    process: str = ""
 
 
 @record
@@ -36,6 +40,10 @@ class Requested:
     deadline: float | None = None
     #: Until when the asker listens for the answer; None: until it has one.
     asking_until: float | None = None
+    #: Whether GPUs may be kept for it here: one that waits in several places may have them kept in one only (rule 4).
+    may_keep: bool = True
+    #: Names this one asking, for `Undelivered`.
+    ask: str = ""
 
 
 @record
@@ -64,6 +72,15 @@ class Renewed:
     lease_id: str
     by: str | None = None
     fence: int | None = None
+
+
+@record
+class Undelivered:
+    """The news of a grant did not reach its asker: it is only offered from now on (rule 9)."""
+
+    lease_id: str
+    #: The asking that was not answered. Only a grant that this one brought about was told to nobody else.
+    ask: str
 
 
 @record
@@ -133,6 +150,7 @@ Event = (
     | Cancelled
     | Released
     | Renewed
+    | Undelivered
     | Resumed
     | HolderGone
     | QuarantineEnded

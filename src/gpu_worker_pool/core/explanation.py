@@ -65,8 +65,8 @@ def _explain(pool: Pool, wishes: Wishes, waiter: Waiter | None, now: float) -> E
 
     gpus = []
     for gpu in pool.allocator.gpus.values():
-        if gpu.is_gone and not gpu.leases:
-            continue
+        if (gpu.is_gone or gpu.last_seen is None) and not gpu.leases:
+            continue  # of the past: nothing is promised on it, and nobody has seen it since this process began
         found = list(obstacles(gpu, wishes, pool.settings, now))
         if gpu.gpu_id in withheld:
             found.append(Obstacle(ObstacleKind.KEPT, f"kept for {withheld[gpu.gpu_id]}"))

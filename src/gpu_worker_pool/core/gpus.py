@@ -102,6 +102,17 @@ class GPUResourceState:
         #: Rule 3: the least used, then the one granted longest ago, then by id.
         self.rank = (self.usage_percent, 0, 0, gpu_id, self)
 
+    def held_as_read(self, reading: Reading) -> HeldGPU:
+        return HeldGPU(
+            self.gpu_id,
+            reading.index,
+            reading.uuid,
+            reading.name,
+            reading.memory_used_mb,
+            reading.memory_usage_percent,
+            reading.process_identities,
+        )
+
     def held_now(self) -> HeldGPU:
         """Those who share a GPU all remember the memory used before the first of them."""
         if not self.leases:

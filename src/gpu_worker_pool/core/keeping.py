@@ -23,6 +23,19 @@ if TYPE_CHECKING:
 NOW, AFTER_LEASES = 0, 1
 
 
+def can_judge(allocator: GPUAllocator, waiter: Waiter) -> bool:
+    """Whether what was decided for it may be changed here: not by older readings, nor by one who sees less.
+
+    Processes that share a ledger would otherwise undo each other's decisions for ever.
+    """
+    if waiter.kept_at is not None and allocator.read_at < waiter.kept_at:
+        return False
+    if not waiter.is_adopted:
+        return True
+    gpus = allocator.gpus
+    return all(gpu_id in gpus and gpus[gpu_id].last_seen is not None for gpu_id in waiter.kept)
+
+
 def gpus_to_keep(
     allocator: GPUAllocator, waiter: Waiter, improved: Iterable[GPUResourceState] | None, now: float
 ) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from gpu_worker_pool.errors import (
     LeaseEndedError,
     NotYourLeaseError,
     RequestMismatchError,
+    TooManyWaitingError,
     UnknownLeaseError,
 )
 
@@ -19,24 +20,27 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.assignments import Lease
     from gpu_worker_pool.core.events import Cancelled, QuarantineEnded, Released, Renewed, Requested
     from gpu_worker_pool.core.pool import Pool
+    from gpu_worker_pool.core.queue import Waiter
 
 
 def check_requested(pool: Pool, event: Requested, now: float) -> None:
     request = event.request
     if request.ttl_seconds is not None and not 0 < request.ttl_seconds < math.inf:
         raise IllegalEventError(f"ttl_seconds must be a number above 0, not {request.ttl_seconds!r}")
-    known = pool.requests.get(request.request_id)
-    if known is None or known.request == request:
+    known = _known(pool, request.request_id, now)
+    if known is not None:
+        if known.request != request:
+            raise RequestMismatchError(
+                f"request id {request.request_id!r} was used for another request; choose a new id for a new wish"
+            )
         return
-    if isinstance(known, Outcome) and pool.outcomes.is_old(known, now):
-        return
-    raise RequestMismatchError(
-        f"request id {request.request_id!r} was used for another request; choose a new id for a new wish"
-    )
+    most = pool.settings.most_waiting_of_an_account
+    if most is not None and request.account and pool.queue.of_account(request.account) >= most:
+        raise TooManyWaitingError(f"{most} requests of yours wait already; wait for one of them, or cancel it")
 
 
 def check_cancelled(pool: Pool, event: Cancelled, now: float) -> None:
-    known = pool.requests.get(event.request_id)
+    known = _known(pool, event.request_id, now)
     if known is not None and event.by is not None and event.by != known.request.owner:
         raise NotYourLeaseError(f"request {event.request_id!r} belongs to somebody else")
 
@@ -45,25 +49,32 @@ def check_released(pool: Pool, event: Released, now: float) -> None:
     lease = pool.leases.by_id.get(event.lease_id)
     if lease is not None:
         if event.by is not None or event.fence is not None:
-            _check_holder(pool, event)
+            _check_holder(pool, event, now)
         if lease.expires_at is not None or lease.quarantine is not None:
             _check_not_lost(pool, lease, now)
         return
-    _check_holder(pool, event)
-    outcome = pool.outcomes.of_lease(event.lease_id)
+    _check_holder(pool, event, now)
+    outcome = pool.outcomes.of_lease(event.lease_id, now)
     if outcome is not None and outcome.lease_state is not LeaseState.RELEASED:
-        raise LeaseEndedError(f"{event.lease_id} was lost before it was released: {'; '.join(outcome.reasons)}")
+        raise LeaseEndedError(f"{event.lease_id} was lost before it was released: {_why_it_ended(outcome)}")
 
 
 def check_renewed(pool: Pool, event: Renewed, now: float) -> None:
-    lease = _check_holder(pool, event)
+    lease = _check_holder(pool, event, now)
     if lease is None:
-        outcome = pool.outcomes.of_lease(event.lease_id)
-        why = "; ".join(outcome.reasons) if outcome is not None and outcome.reasons else "it was released"
-        raise LeaseEndedError(f"{event.lease_id} has ended: {why}")
+        outcome = pool.outcomes.of_lease(event.lease_id, now)
+        raise LeaseEndedError(f"{event.lease_id} has ended: {_why_it_ended(outcome)}")
     _check_not_lost(pool, lease, now)
     if lease.state is LeaseState.OFFERED:
         raise IllegalEventError(f"{event.lease_id} has not been claimed yet; ask again with its request id")
+
+
+def _why_it_ended(outcome: Outcome | None) -> str:
+    if outcome is None or not outcome.reasons:
+        return "it was released"
+    # Its holder wants to know why it was lost, not why somebody else may have the GPU.
+    quarantine = outcome.lease.quarantine if outcome.lease is not None else None
+    return "; ".join(outcome.reasons) if quarantine is None else quarantine.reason
 
 
 def check_quarantine_ended(pool: Pool, event: QuarantineEnded, now: float) -> None:
@@ -72,11 +83,17 @@ def check_quarantine_ended(pool: Pool, event: QuarantineEnded, now: float) -> No
         raise IllegalEventError(f"{event.lease_id} is not in quarantine")
 
 
-def _check_holder(pool: Pool, event: Released | Renewed) -> Lease | None:
+def _known(pool: Pool, request_id: str, now: float) -> Waiter | Lease | Outcome | None:
+    """What ended too long ago is not known any more, whether or not anybody has forgotten it yet."""
+    known = pool.requests.get(request_id)
+    return None if isinstance(known, Outcome) and pool.outcomes.is_old(known, now) else known
+
+
+def _check_holder(pool: Pool, event: Released | Renewed, now: float) -> Lease | None:
     """That the lease is known and the speaker's; None if it has ended."""
     known = lease = pool.leases.lookup(event.lease_id)
     if known is None:
-        outcome = pool.outcomes.of_lease(event.lease_id)
+        outcome = pool.outcomes.of_lease(event.lease_id, now)
         known = outcome.lease if outcome is not None else None
     if known is None:
         raise UnknownLeaseError(f"there is no {event.lease_id}, or it ended long ago")

@@ -61,6 +61,7 @@ LEASE_MOVES: Mapping[LeaseState, Mapping[LeaseState, str]] = {
         LeaseState.LOST: "all its GPUs are gone",
     },
     LeaseState.HELD: {
+        LeaseState.OFFERED: "the news of it did not reach its asker",
         LeaseState.RELEASED: "its holder gave it back, or cancelled as it came",
         LeaseState.QUARANTINED: "it expired, or its holder or one of its GPUs is gone",
         LeaseState.LOST: "all its GPUs are gone",

@@ -24,6 +24,7 @@ class ObstacleKind(StrEnum):
     EXCLUDED = "excluded"
     TOO_SMALL = "too_small"
     THRESHOLD_IS_ZERO = "threshold_is_zero"
+    MIG_DEVICE = "mig_device"
     # What is known of it.
     NOT_SEEN = "not_seen"
     READING_TOO_OLD = "reading_too_old"
@@ -81,9 +82,11 @@ def lasting_obstacles(reading: Reading, wishes: Wishes, settings: PoolSettings) 
     if model is not None and model.casefold() not in reading.name.casefold():
         yield Obstacle(ObstacleKind.WRONG_MODEL, f"{reading.name}, not {model}")
     if wishes.only is not None and not any(names_gpu(name, reading) for name in wishes.only):
-        yield Obstacle(ObstacleKind.NOT_AMONG_ONLY, f"not among {', '.join(wishes.only)}")
+        yield Obstacle(ObstacleKind.NOT_AMONG_ONLY, f"not among {_few(wishes.only)}")
     if any(names_gpu(name, reading) for name in wishes.exclude):
         yield Obstacle(ObstacleKind.EXCLUDED, "excluded")
+    if reading.is_mig_device and wishes.count > 1:
+        yield Obstacle(ObstacleKind.MIG_DEVICE, "a MIG device, of which a process can use only one")
     needed, total = wishes.needed_memory_mb, reading.memory_total_mb
     if total is not None and needed > total:
         yield Obstacle(ObstacleKind.TOO_SMALL, f"has {total:g} MB in all, {needed:g} MB are needed", total, needed)
@@ -155,6 +158,11 @@ def promise_obstacles(gpu: GPUResourceState, wishes: Wishes, now: float) -> Iter
         elif left < needed:
             text = f"{max(left, 0):.0f} MB left, {needed:g} MB wanted"
             yield Obstacle(ObstacleKind.TOO_LITTLE_LEFT, text, left, needed)
+
+
+def _few(names: tuple[str, ...]) -> str:
+    """A reason is told for every GPU, and kept: not all of very many names in each."""
+    return ", ".join(names if len(names) <= 8 else (*names[:7], f"{len(names) - 7} more"))
 
 
 def memory_limit(wishes: Wishes, settings: PoolSettings) -> float | None:

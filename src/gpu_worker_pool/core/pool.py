@@ -28,6 +28,7 @@ from gpu_worker_pool.core.events import (
     Resumed,
     Stopped,
     Ticked,
+    Undelivered,
     Unreachable,
 )
 from gpu_worker_pool.core.evidence import trace_of
@@ -54,7 +55,10 @@ GRANTED, HELD, RELEASED = RequestState.GRANTED, LeaseState.HELD, LeaseState.RELE
 class Pool:
     """Belongs to one thread."""
 
-    def __init__(self, settings: PoolSettings | None = None) -> None:
+    def __init__(
+        self, settings: PoolSettings | None = None, requests: dict[str, Waiter | Lease | Outcome] | None = None
+    ) -> None:
+        """`requests`: an empty dict, for whoever wants to note what changes in it."""
         self.settings = settings or PoolSettings()
         #: The time of the last event; it never goes back.
         self.now = -math.inf
@@ -63,7 +67,7 @@ class Pool:
         #: Grows with every arrival, and with nothing else: so many requests there were.
         self.ticket = 0
         #: Where each request is: it waits, or holds, or has ended and is remembered.
-        self.requests: dict[str, Waiter | Lease | Outcome] = {}
+        self.requests = {} if requests is None else requests
         self.queue = WorkerQueue()
         self.outcomes = RememberedOutcomes(
             self.requests, self.settings.remember_seconds, self.settings.remember_at_most
@@ -79,7 +83,7 @@ class Pool:
         self.has_new_line = False
         #: GPUs that may have become eligible for somebody who waits, since the last assignment.
         self.improved: dict[str, GPUResourceState] = {}
-        self._quarantined: dict[str, None] = {}
+        self.quarantined: dict[str, None] = {}
         self._effects: list[Effect] = []
         #: The earliest moment that was asked for by `WakeAt` and has not come.
         self._wake_at = math.inf
@@ -105,25 +109,6 @@ class Pool:
         effects = tuple(self._effects)
         self._effects.clear()
         return effects
-
-    def readopt(self, known: Waiter | Lease | Outcome) -> None:
-        """Take back what was saved; oldest first."""
-        self.requests[known.request.request_id] = known
-        if isinstance(known, Waiter):
-            wishes = known.request.wishes
-            line = self.queue.line(wishes) or Line(wishes, is_plain=self.allocator.is_plain(wishes))
-            self.queue.enqueue(known, line)
-            self._set_waiter_timer(known)
-            self.keeper = known if known.kept else self.keeper
-        elif isinstance(known, Lease):
-            for gpu_id in known.gpu_ids:
-                self.allocator.gpu(gpu_id, known.endpoint_id)
-            self.leases.assign(known)
-            self._set_lease_timer(known)
-            if known.state is LeaseState.QUARANTINED:
-                self._quarantined[known.lease_id] = None
-        else:
-            self.outcomes.add(known)
 
     # ---- Time
 
@@ -170,7 +155,7 @@ class Pool:
 
     def grant_waiter(self, waiter: Waiter, gpus: tuple[GPUResourceState, ...], now: float) -> None:
         self._leave_queue(waiter, GRANTED)
-        self._grant(waiter.request, waiter.enqueued_at, waiter.asking_until, gpus, now)
+        self._grant(waiter.request, waiter.enqueued_at, waiter.asking_until, gpus, now, waiter.ask)
 
     def _grant(
         self,
@@ -179,6 +164,7 @@ class Pool:
         asking_until: float | None,
         gpus: tuple[GPUResourceState, ...],
         now: float,
+        ask: str,
     ) -> None:
         """The one place that grants."""
         self.fence = fence = self.fence + 1
@@ -196,13 +182,24 @@ class Pool:
             gpu_ids = tuple([gpu.gpu_id for gpu in gpus])
         endpoint_id = gpu.endpoint.endpoint_id
         lease = Lease(
-            f"lease-{fence}", request, endpoint_id, gpu_ids, held, fence, state, requested_at, now, expires_at
+            f"lease-{fence}",
+            request,
+            endpoint_id,
+            gpu_ids,
+            held,
+            fence,
+            state,
+            requested_at,
+            now,
+            expires_at,
+            None,
+            ask,
         )
         self.requests[request.request_id] = lease
         self.leases.assign(lease)
         self.allocator.granted(gpus, fence)
         if expires_at is not None:
-            self._set_lease_timer(lease)
+            self.set_lease_timer(lease)
         self._effects.append(Granted(lease))
 
     def _end_request(self, waiter: Waiter, state: RequestState, now: float, reasons: tuple[str, ...] = ()) -> None:
@@ -224,7 +221,7 @@ class Pool:
                 self.improve(waiter.kept)
                 self.keeper = None
 
-    def _set_waiter_timer(self, waiter: Waiter) -> None:
+    def set_waiter_timer(self, waiter: Waiter) -> None:
         at = waiter.deadline
         if at is None or (waiter.gives_up_at is not None and waiter.gives_up_at < at):
             at = waiter.gives_up_at
@@ -240,9 +237,10 @@ class Pool:
         known = self.requests.get(request.request_id)
         if known is not None:
             self.outcomes.forget_old(now)
-            if request.request_id in self.requests:
+            if not isinstance(known, Outcome) or not self.outcomes.is_old(known, now):
                 self._asked_again(known, event, now)
                 return
+            self.outcomes.forget(known)
         self.ticket += 1
         wishes = request.wishes
         meets_nobody = not queue.waiting
@@ -253,9 +251,9 @@ class Pool:
             else:
                 gpus = allocator.best(wishes, allocator.gpus.values(), (), now)
             if gpus is not None:
-                self._grant(request, now, event.asking_until, gpus, now)
+                self._grant(request, now, None, gpus, now, event.ask)  # whoever asks listens
                 return
-        waiter = Waiter(request, self.ticket, now, event.deadline)
+        waiter = Waiter(request, self.ticket, now, event.deadline, may_keep=event.may_keep, ask=event.ask)
         if event.asking_until is not None:
             self._listens(waiter, event, now)
         reasons = allocator.impossible(wishes)
@@ -269,28 +267,45 @@ class Pool:
             self.has_new_line = not meets_nobody
         queue.enqueue(waiter, line)
         self.requests[request.request_id] = waiter
-        self._set_waiter_timer(waiter)
+        self.set_waiter_timer(waiter)
 
     def _asked_again(self, known: Waiter | Lease | Outcome, event: Requested, now: float) -> None:
         if isinstance(known, Waiter):
+            # Asked here for the first time, perhaps: whoever took it in may have known of other GPUs.
+            known.is_adopted = False
+            if reasons := self.allocator.impossible(known.request.wishes):
+                self._end_request(known, RequestState.REJECTED, now, reasons)
+                return
             self._listens(known, event, now)
-            self._set_waiter_timer(known)
+            self.set_waiter_timer(known)
+            self.requests[known.request.request_id] = known
         elif isinstance(known, Outcome):
             ended = Ended(known.request.request_id, known.state, known.reasons)
             if ended not in self._effects:  # it may have ended in this very moment
                 self._effects.append(ended)
         elif known.is_live:
-            self._effects.append(Granted(self._renew(known, now) if known.state is LeaseState.OFFERED else known))
+            self._effects.append(Granted(self._renew(known, now, event.ask)))
         elif known.quarantine is not None:
             reasons = (known.quarantine.reason,)
             self._effects.append(Ended(known.request.request_id, GRANTED, reasons))
 
     def _listens(self, waiter: Waiter, event: Requested, now: float) -> None:
         waiter.deadline = event.deadline
-        waiter.asking_until = event.asking_until
-        waiter.gives_up_at = None
+        waiter.asking_until = waiter.gives_up_at = None
         if event.asking_until is not None:
-            waiter.gives_up_at = max(event.asking_until, now) + self.settings.patience_seconds
+            # It listens at this moment at least, however long it took to get here.
+            waiter.asking_until = max(event.asking_until, now)
+            waiter.gives_up_at = waiter.asking_until + self.settings.patience_seconds
+        waiter.may_keep, waiter.ask = event.may_keep, event.ask
+        if waiter is self.keeper and not waiter.may_keep:
+            self.improve(waiter.kept)
+            self.keep(waiter, ())
+
+    def keep(self, waiter: Waiter, gpu_ids: tuple[str, ...]) -> None:
+        """Keep these for it, and nothing for anybody else; or nothing for it any more."""
+        waiter.kept, waiter.kept_at = gpu_ids, self.allocator.read_at
+        self.keeper = waiter if gpu_ids else None
+        self.requests[waiter.request.request_id] = waiter
 
     # ---- Rule 7: a cancelled waiter that was granted in the same instant gives the GPU back
 
@@ -318,7 +333,7 @@ class Pool:
         read_after = None
         if lease.quarantine is not None:
             read_after = lease.quarantine.since
-            del self._quarantined[lease.lease_id]
+            del self.quarantined[lease.lease_id]
             self.timers.clear("lease", lease.lease_id)
         elif lease.expires_at is not None:
             # What was never told to anybody was never used; an assignment within one process goes straight on.
@@ -338,8 +353,10 @@ class Pool:
             self._effects.append(LeaseEnded(lease, state, reason))
 
     def improve(self, gpu_ids: Sequence[str]) -> None:
+        gpus = self.allocator.gpus
         for gpu_id in gpu_ids:
-            self.improved[gpu_id] = self.allocator.gpus[gpu_id]
+            if gpu_id in gpus:  # another process may keep what this one has never seen
+                self.improved[gpu_id] = gpus[gpu_id]
 
     def _want_readings(self, now: float) -> None:
         delays = self.settings.reading_delays_seconds
@@ -368,24 +385,24 @@ class Pool:
         assert lease is not None  # else it was not legal
         self._effects.append(Granted(self._renew(lease, now)))
 
-    def _renew(self, lease: Lease, now: float) -> Lease:
+    def _renew(self, lease: Lease, now: float, ask: str = "") -> Lease:
         """Held for another TTL, or, if it was only offered, from now on."""
         ttl_seconds = lease.request.ttl_seconds
         expires_at = None if ttl_seconds is None else now + ttl_seconds
         if lease.state is LeaseState.OFFERED:
             self.timers.clear("lease", lease.lease_id)
-            lease = lease.moved(HELD, expires_at=expires_at)
+            lease = lease.moved(HELD, expires_at=expires_at, ask=ask)
         else:
-            lease = lease.extended(expires_at)
+            lease = lease.extended(expires_at, ask)
         self._replace_lease(lease)
         return lease
 
     def _replace_lease(self, lease: Lease) -> None:
         self.leases.assign(lease)
         self.requests[lease.request.request_id] = lease
-        self._set_lease_timer(lease)
+        self.set_lease_timer(lease)
 
-    def _set_lease_timer(self, lease: Lease) -> None:
+    def set_lease_timer(self, lease: Lease) -> None:
         if lease.quarantine is not None:
             self.timers.set("lease", lease.lease_id, lease.quarantine.until)
         elif lease.expires_at is not None:
@@ -403,7 +420,14 @@ class Pool:
                 waiter.gives_up_at = max(waiter.gives_up_at, now + ttl_seconds)
             if waiter.deadline is not None:
                 waiter.deadline += event.unserved_seconds
-            self._set_waiter_timer(waiter)
+            self.set_waiter_timer(waiter)
+            self.requests[waiter.request.request_id] = waiter
+
+    def _undelivered(self, event: Undelivered, now: float) -> None:
+        lease = self.leases.lookup(event.lease_id)
+        if lease is not None and lease.state is HELD and lease.ask and lease.ask == event.ask:
+            claim_until = now + self.settings.claim_seconds
+            self._replace_lease(lease.moved(LeaseState.OFFERED, expires_at=claim_until))
 
     def _holder_gone(self, event: HolderGone, now: float) -> None:
         lease = self.leases.lookup(event.lease_id)
@@ -420,7 +444,7 @@ class Pool:
     def _quarantine(self, lease: Lease, reason: str, until: float, now: float) -> None:
         lease = lease.moved(LeaseState.QUARANTINED, quarantine=Quarantine(reason, now, until))
         self._replace_lease(lease)
-        self._quarantined[lease.lease_id] = None
+        self.quarantined[lease.lease_id] = None
         self.allocator.ended(lease.held, now, None)
         self._effects.append(LeaseEnded(lease, LeaseState.QUARANTINED, reason))
 
@@ -443,7 +467,7 @@ class Pool:
         was_known = endpoint.present > 0
         if not self.allocator.observe(event.endpoint_id, event.readings, min(event.begun_at, now)):
             return
-        for lease_id in list(self._quarantined):
+        for lease_id in list(self.quarantined):
             lease = self.leases.lookup(lease_id)
             if lease is not None and lease.endpoint_id == event.endpoint_id:
                 self._review(lease, now)
@@ -461,7 +485,8 @@ class Pool:
             reasons = self.allocator.impossible(line.wishes)
             if reasons:
                 for waiter in list(line.waiters.values()):
-                    self._end_request(waiter, RequestState.REJECTED, now, reasons)
+                    if not waiter.is_adopted:  # what this process cannot see may be there for the one who took it in
+                        self._end_request(waiter, RequestState.REJECTED, now, reasons)
 
     def _unreachable(self, event: Unreachable, now: float) -> None:
         self.allocator.forget_readings(event.endpoint_id)
@@ -495,6 +520,7 @@ class Pool:
         Cancelled: (legality.check_cancelled, _cancelled),
         Released: (legality.check_released, _released),
         Renewed: (legality.check_renewed, _renewed),
+        Undelivered: (None, _undelivered),
         Resumed: (None, _resumed),
         HolderGone: (None, _holder_gone),
         QuarantineEnded: (legality.check_quarantine_ended, _quarantine_ended),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
@@ -29,9 +29,16 @@ class Waiter:
     asking_until: float | None = None
     #: When it is given up unless its asker asks again; None: never.
     gives_up_at: float | None = None
+    may_keep: bool = True
+    #: The last asking; its answer will be the grant.
+    ask: str = ""
     #: The GPUs kept for it, while it is the one for whom GPUs are kept.
     kept: tuple[str, ...] = ()
+    #: When the readings began by which that was last decided: who knows only older ones leaves it as it is.
+    kept_at: float | None = None
     state: RequestState = RequestState.WAITING
+    #: Taken in by another process, which may know of GPUs that this one cannot see.
+    is_adopted: bool = field(default=False, repr=False, compare=False, init=False)
     #: Where it stands; None for one that is rejected as soon as it comes.
     line: Line | None = field(default=None, repr=False, compare=False, init=False)
 
@@ -71,6 +78,8 @@ class WorkerQueue:
         self._lines: dict[Wishes, Line] = {}
         #: How many they are.
         self.waiting = 0
+        #: How many of each account, where there is one.
+        self._of_account: Counter[str] = Counter()
 
     def enqueue(self, waiter: Waiter, line: Line | None = None) -> None:
         """Let it wait at the end of its line; `line` is that, or one to begin if there is none for these wishes."""
@@ -81,6 +90,8 @@ class WorkerQueue:
         line.waiters[waiter.request.request_id] = waiter
         waiter.line = line
         self.waiting += 1
+        if waiter.request.account:
+            self._of_account[waiter.request.account] += 1
 
     def dequeue(self) -> Waiter | None:
         """Take the first in order off the queue."""
@@ -96,13 +107,22 @@ class WorkerQueue:
         self.waiting -= 1
         if not line.waiters:
             del self._lines[line.wishes]
+        if account := waiter.request.account:
+            self._of_account[account] -= 1
+            if not self._of_account[account]:
+                del self._of_account[account]
 
     def clear(self) -> list[Waiter]:
         """Take all of them off, in order."""
         waiters = self.in_order()
         self._lines.clear()
+        self._of_account.clear()
         self.waiting = 0
         return waiters
+
+    def of_account(self, account: str) -> int:
+        """How many of these wait."""
+        return self._of_account[account]
 
     def size(self) -> int:
         return self.waiting

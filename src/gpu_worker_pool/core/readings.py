@@ -51,6 +51,8 @@ class Reading:
     fault: str | None = None
     #: None where the reader may not see processes; an empty tuple where it can and there are none.
     processes: tuple[ProcessReading, ...] | None = None
+    #: Of these a process can use only one.
+    is_mig_device: bool = False
     #: Another pool has promised it: the server's leases, seen by a client that assigns in process.
     is_promised_elsewhere: bool = False
 

@@ -49,6 +49,18 @@ class RememberedOutcomes:
         if len(self._outcomes) > self._at_most:
             self._forget_first()
 
+    def forget_all_but(self, most: int) -> None:
+        """For whoever keeps them elsewhere too: those that came last stay."""
+        while len(self._outcomes) > most:
+            self._forget_first()
+
+    def forget(self, outcome: Outcome) -> None:
+        """Its id may be used anew."""
+        if self._requests.get(outcome.request.request_id) is outcome:
+            del self._requests[outcome.request.request_id]
+        if outcome.lease is not None and self._by_lease.get(outcome.lease.lease_id) is outcome:
+            del self._by_lease[outcome.lease.lease_id]
+
     def forget_old(self, now: float) -> None:
         while self._outcomes and self.is_old(self._outcomes[0], now):
             self._forget_first()
@@ -57,16 +69,15 @@ class RememberedOutcomes:
         return now - outcome.at >= self._seconds
 
     def _forget_first(self) -> None:
-        outcome = self._outcomes.popleft()
-        del self._requests[outcome.request.request_id]
-        if outcome.lease is not None:
-            del self._by_lease[outcome.lease.lease_id]
+        self.forget(self._outcomes.popleft())
 
-    def of_lease(self, lease_id: str) -> Outcome | None:
-        return self._by_lease.get(lease_id)
+    def of_lease(self, lease_id: str, now: float) -> Outcome | None:
+        outcome = self._by_lease.get(lease_id)
+        return None if outcome is None or self.is_old(outcome, now) else outcome
 
     def __iter__(self) -> Iterator[Outcome]:
-        return iter(self._outcomes)
+        """Those whose id was not used anew since."""
+        return (outcome for outcome in self._outcomes if self._requests.get(outcome.request.request_id) is outcome)
 
     def __len__(self) -> int:
         return len(self._outcomes)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from gpu_worker_pool.core.adopting import GPUHistory, adopt
 from gpu_worker_pool.core.assignments import HeldGPU, Lease, Quarantine
 from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.core.moves import LeaseState, RequestState
 from gpu_worker_pool.core.pool import Pool
 from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.remembered import Outcome
-from gpu_worker_pool.core.wishes import Wishes
+from gpu_worker_pool.core.wishes import PLAIN, Wishes
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.settings import PoolSettings
 
 FORMAT = 1
+_AS_THEY_ARE = frozenset({str, int, bool, type(None)})
+_NAMES: dict[type[Any], tuple[str, ...]] = {}
 #: Fields that are moments, wherever they occur: they move together when the clock begins anew.
 MOMENTS = frozenset(
     {
@@ -30,6 +33,7 @@ MOMENTS = frozenset(
         "freed_at",
         "gives_up_at",
         "granted_at",
+        "kept_at",
         "now",
         "read_after",
         "requested_at",
@@ -43,7 +47,7 @@ def save(pool: Pool) -> dict[str, Any]:
     """JSON can carry all of it."""
     return {
         "format": FORMAT,
-        "now": _plain(pool.now),
+        "now": plain(pool.now),
         "fence": pool.fence,
         "ticket": pool.ticket,
         "requests_ended": {state.value: pool.tally[state] for state in RequestState if pool.tally[state]},
@@ -52,16 +56,16 @@ def save(pool: Pool) -> dict[str, Any]:
             {
                 "gpu_id": gpu.gpu_id,
                 "endpoint_id": gpu.endpoint.endpoint_id,
-                "freed_at": _plain(gpu.freed_at),
-                "read_after": _plain(gpu.read_after),
+                "freed_at": plain(gpu.freed_at),
+                "read_after": plain(gpu.read_after),
                 "last_fence": gpu.last_fence,
                 "is_gone": gpu.is_gone,
             }
             for gpu in pool.allocator.gpus.values()
         ],
-        "leases": [_plain(lease) for lease in sorted(pool.leases, key=lambda lease: lease.fence)],
-        "waiters": [_plain(waiter) for waiter in pool.queue.in_order()],
-        "outcomes": [_plain(outcome) for outcome in pool.outcomes],
+        "leases": [plain(lease) for lease in sorted(pool.leases, key=lambda lease: lease.fence)],
+        "waiters": [plain(waiter) for waiter in pool.queue.in_order()],
+        "outcomes": [plain(outcome) for outcome in pool.outcomes],
     }
 
 
@@ -76,56 +80,82 @@ def restore(
         raise ValueError(f"saved by another version: format {saved.get('format')!r}, not {FORMAT}")
     if clock_began_anew_at is not None:
         then = saved["now"]
-        saved = _moved(saved, 0.0 if then is None else clock_began_anew_at - then)
+        saved = moved(saved, 0.0 if then is None else clock_began_anew_at - then)
     pool = Pool(settings)
-    pool.now = _moment(saved["now"])
+    pool.now = moment_of(saved["now"])
     pool.fence = saved["fence"]
     pool.ticket = saved["ticket"]
     pool.tally.update({RequestState(state): count for state, count in saved["requests_ended"].items()})
     pool.tally.update({LeaseState(state): count for state, count in saved["leases_ended"].items()})
+    is_same_boot = clock_began_anew_at is None
+    adopt(
+        pool,
+        [
+            *(lease_of(row, are_processes_known=is_same_boot) for row in saved["leases"]),
+            *map(waiter_of, saved["waiters"]),
+            *(outcome_of(row, are_processes_known=is_same_boot) for row in saved["outcomes"]),
+        ],
+        [
+            GPUHistory(
+                row["gpu_id"],
+                row["endpoint_id"],
+                row["last_fence"],
+                moment_of(row["freed_at"]),
+                moment_of(row["read_after"]),
+            )
+            for row in saved["gpus"]
+        ],
+    )
+    # Without a reading nobody can be served.
+    pool.improved.clear()
+    pool.has_new_line = False
     for row in saved["gpus"]:
-        gpu = pool.allocator.gpu(row["gpu_id"], row["endpoint_id"])
-        gpu.freed_at = _moment(row["freed_at"])
-        gpu.read_after = _moment(row["read_after"])
-        gpu.last_fence = row["last_fence"]
-        gpu.is_gone = row["is_gone"]
-    for row in saved["leases"]:
-        pool.readopt(_lease(row, are_processes_known=clock_began_anew_at is None))
-    for row in saved["waiters"]:
-        request, state = _request(row["request"]), RequestState(row["state"])
-        pool.readopt(Waiter(**{**row, "request": request, "state": state, "kept": tuple(row["kept"])}))
-    for row in saved["outcomes"]:
-        pool.readopt(_outcome(row))
+        pool.allocator.gpus[row["gpu_id"]].is_gone = row["is_gone"]
     return pool
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A waiter, a lease, an outcome, or anything in one, as JSON can carry it."""
+    kind = type(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if kind is float:
+        return None if value in (math.inf, -math.inf) else value  # never, in either direction
     if isinstance(value, Enum):
         return value.value
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value) if field.init}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, frozenset):
+    if value is PLAIN:
+        return {}  # what most ask for
+    if kind is tuple:
+        return [plain(item) for item in value]
+    if kind is frozenset:
         return [list(identity) for identity in sorted(value, key=lambda identity: (identity[0], identity[1] or 0.0))]
-    return None if value in (math.inf, -math.inf) else value  # never, in either direction
+    return {name: plain(getattr(value, name)) for name in _field_names(kind)}
 
 
-def _moved(value: Any, seconds: float) -> Any:
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    names = _NAMES.get(kind)
+    if names is None:
+        names = _NAMES[kind] = tuple(field.name for field in fields(kind) if field.init)
+    return names
+
+
+def moved(value: Any, seconds: float) -> Any:
+    """Every moment in it so much later."""
     if isinstance(value, dict):
         return {
-            name: item + seconds if name in MOMENTS and item is not None else _moved(item, seconds)
+            name: item + seconds if name in MOMENTS and item is not None else moved(item, seconds)
             for name, item in value.items()
         }
-    return [_moved(item, seconds) for item in value] if isinstance(value, list) else value
+    return [moved(item, seconds) for item in value] if isinstance(value, list) else value
 
 
-def _moment(value: float | None) -> float:
+def moment_of(value: float | None) -> float:
     return -math.inf if value is None else value
 
 
 def _request(row: dict[str, Any]) -> Request:
-    return Request(**{**row, "wishes": Wishes(**row["wishes"])})
+    wishes = row["wishes"]
+    return Request(**{**row, "wishes": Wishes(**wishes) if wishes else PLAIN})
 
 
 def _held(row: dict[str, Any], *, are_processes_known: bool) -> HeldGPU:
@@ -134,7 +164,7 @@ def _held(row: dict[str, Any], *, are_processes_known: bool) -> HeldGPU:
     return HeldGPU(**{**row, "processes": known})
 
 
-def _lease(row: dict[str, Any], *, are_processes_known: bool = True) -> Lease:
+def lease_of(row: dict[str, Any], *, are_processes_known: bool = True) -> Lease:
     return Lease(
         **{
             **row,
@@ -147,12 +177,17 @@ def _lease(row: dict[str, Any], *, are_processes_known: bool = True) -> Lease:
     )
 
 
-def _outcome(row: dict[str, Any]) -> Outcome:
+def waiter_of(row: dict[str, Any]) -> Waiter:
+    request, state = _request(row["request"]), RequestState(row["state"])
+    return Waiter(**{**row, "request": request, "state": state, "kept": tuple(row["kept"])})
+
+
+def outcome_of(row: dict[str, Any], *, are_processes_known: bool = True) -> Outcome:
     return Outcome(
         _request(row["request"]),
         RequestState(row["state"]),
         row["at"],
         tuple(row["reasons"]),
-        None if row["lease"] is None else _lease(row["lease"]),
+        None if row["lease"] is None else lease_of(row["lease"], are_processes_known=are_processes_known),
         None if row["lease_state"] is None else LeaseState(row["lease_state"]),
     )

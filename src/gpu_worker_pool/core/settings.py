@@ -29,6 +29,8 @@ class PoolSettings:
     remember_at_most: int | None = None
     #: Whether grants that were released as they should be are remembered too; not needed where no id comes twice.
     remembers_releases: bool = True
+    #: How many of one account may wait at once.
+    most_waiting_of_an_account: int | None = None
     #: What leases and waiters without a TTL of their own get after a time in which nobody served (rule 10).
     default_ttl_seconds: float = 60.0
     #: How much longer than the holder the pool waits before it calls a lease expired (rule 11).

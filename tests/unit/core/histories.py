@@ -29,6 +29,7 @@ from gpu_worker_pool.core import (
     Resumed,
     Stopped,
     Ticked,
+    Undelivered,
     Unreachable,
     Wishes,
     explain,
@@ -68,6 +69,7 @@ reading_changes = st.one_of(
     st.fixed_dictionaries({"memory_used_mb": st.sampled_from([0.0, 200.0, 20_000.0, 70_000.0])}),
     st.fixed_dictionaries({"utilization_percent": st.sampled_from([0.0, 50.0, 95.0, None])}),
     st.just({"utilization_percent": None, "reports_utilization": False}),
+    st.just({"utilization_percent": None, "reports_utilization": False, "is_mig_device": True}),
     st.just({"memory_used_mb": None}),
     st.just({"memory_total_mb": None, "memory_used_mb": None, "memory_usage_percent": 10.0}),
     st.fixed_dictionaries({"memory_usage_percent": st.sampled_from([float("nan"), 250.0, -5.0, 79.9, 80.0])}),
@@ -138,18 +140,33 @@ class Histories(RuleBasedStateMachine):
         patience=st.sampled_from([None, None, 0.0, 5.0, 90.0]),
         polls=st.sampled_from([None, None, 0.0, 3.0]),
         owner=st.sampled_from(["me", "you"]),
+        account=st.sampled_from(["", "", "ours"]),
+        may_keep=st.sampled_from([True, True, False]),
     )
     def request(
-        self, wishes: Wishes, ttl: float | None, patience: float | None, polls: float | None, owner: str
+        self,
+        wishes: Wishes,
+        ttl: float | None,
+        patience: float | None,
+        polls: float | None,
+        owner: str,
+        account: str,
+        may_keep: bool,
     ) -> None:
         self.serial += 1
-        request = Request(f"r{self.serial}", wishes, owner=owner, ttl_seconds=60.0 if polls is not None else ttl)
+        ttl = 60.0 if polls is not None else ttl
+        request = Request(f"r{self.serial}", wishes, owner=owner, ttl_seconds=ttl, account=account)
         deadline = None if patience is None else self.now + patience
-        assert self.step(Requested(request, deadline, None if polls is None else self.now + polls))
+        most = self.settings_of_pool.most_waiting_of_an_account
+        waiting = sum(each.request.account == account for each in self.oracle.waiting.values())
+        is_done = self.step(
+            Requested(request, deadline, None if polls is None else self.now + polls, may_keep, f"a{self.serial}")
+        )
+        assert is_done or (account and most is not None and waiting >= most)
 
     @precondition(lambda self: self.serial)
-    @rule(number=st.integers(0, 11), polls=st.sampled_from([0.0, 3.0]), is_other=st.booleans())
-    def ask_again(self, number: int, polls: float, is_other: bool) -> None:
+    @rule(number=st.integers(0, 11), polls=st.sampled_from([0.0, 3.0]), is_other=st.booleans(), may_keep=st.booleans())
+    def ask_again(self, number: int, polls: float, is_other: bool, may_keep: bool) -> None:
         request = self.oracle.requests[self.some(list(self.oracle.requests), number)]
         known = self.pool.requests.get(request.request_id)
         if known is None or (isinstance(known, Outcome) and self.pool.outcomes.is_old(known, self.now)):
@@ -159,7 +176,7 @@ class Histories(RuleBasedStateMachine):
             with pytest.raises(RequestMismatchError):
                 self.pool.apply(Requested(replace(request, label="another"), None, asking_until), self.now)
         else:
-            assert self.step(Requested(request, None, asking_until))
+            assert self.step(Requested(request, None, asking_until, may_keep, f"again-{number}"))
 
     @precondition(lambda self: self.serial)
     @rule(number=st.integers(0, 11), by=st.sampled_from(["me", "you", None]))
@@ -193,6 +210,20 @@ class Histories(RuleBasedStateMachine):
             if known.expires_at is not None:
                 grace = self.settings_of_pool.expiry_grace_seconds
                 assert self.now < known.expires_at + grace, "renewed after it expired"
+
+    @precondition(lambda self: self.lease_ids)
+    @rule(number=st.integers(0, 11), is_told_since=st.booleans())
+    def undelivered(self, number: int, is_told_since: bool) -> None:
+        """The answer to the asking that brought it about got lost; or one to an asking that did not."""
+        lease_id = self.some(self.lease_ids, number)
+        known = self.oracle.leases.get(lease_id)
+        ask = "another" if is_told_since or known is None else known.ask
+        assert self.step(Undelivered(lease_id, ask))
+        lease = self.pool.leases.lookup(lease_id)
+        if lease is not None:
+            if known is not None and known.state is LeaseState.HELD and lease.state is LeaseState.OFFERED:
+                assert not is_told_since, "its holder was told, and yet it is only offered"
+            self.oracle._keep_lease(lease)
 
     @precondition(lambda self: self.lease_ids)
     @rule(number=st.integers(0, 11), is_proven=st.booleans())
@@ -257,7 +288,7 @@ class Histories(RuleBasedStateMachine):
         live = {lease.lease_id for lease in self.pool.leases if lease.is_live}
         waiting = set(self.oracle.waiting)
         self.now = max(self.now, self.pool.now) + seconds
-        assert self.step(Resumed(seconds + 100.0))
+        assert self.step(Resumed(self.now - self.pool.now))
         assert {lease.lease_id for lease in self.pool.leases if lease.is_live} >= live
         assert set(self.oracle.waiting) == waiting
         for lease in self.pool.leases:
@@ -336,7 +367,9 @@ class InProcess(Histories):
 class OnALedger(Histories):
     """As a server keeps it: many that poll, and few ids remembered for long."""
 
-    settings_of_pool = PoolSettings(remember_seconds=50.0, claim_seconds=2.0, strategy="weighted")
+    settings_of_pool = PoolSettings(
+        remember_seconds=50.0, claim_seconds=2.0, strategy="weighted", most_waiting_of_an_account=2
+    )
 
 
 class ImpatientBypass(Histories):

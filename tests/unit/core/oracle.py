@@ -35,6 +35,7 @@ class Waiting:
     request: Request
     arrival: int
     since: float
+    may_keep: bool = True
 
     @property
     def order(self) -> tuple[int, int]:
@@ -109,10 +110,12 @@ class Oracle:
     def _saw_request(self, event: Requested, now: float) -> str | None:
         request = event.request
         if request.request_id in self.requests:
+            if request.request_id in self.waiting:
+                self.waiting[request.request_id].may_keep = event.may_keep
             return request.request_id
         self.arrivals += 1
         self.requests[request.request_id] = request
-        self.waiting[request.request_id] = Waiting(request, self.arrivals, now)
+        self.waiting[request.request_id] = Waiting(request, self.arrivals, now, event.may_keep)
         return None
 
     def _saw_readings(self, event: Observed, now: float) -> None:
@@ -227,7 +230,7 @@ class Oracle:
         for first in sorted(self.waiting.values(), key=lambda waiting: waiting.order):
             if first.order > served.order:
                 return
-            if now - first.since < self.settings.max_bypass_seconds:
+            if now - first.since < self.settings.max_bypass_seconds or not first.may_keep:
                 continue
             hosts = {card.endpoint for card in self.cards.values()}
             able = {host: self._could_have(first, host, now) for host in hosts}
@@ -245,9 +248,13 @@ class Oracle:
             if card.endpoint == host:
                 if self.why_not(card, waiting.request.wishes, now) is None:
                     eligible += 1
-                elif card.promises and self._is_sound(card, waiting.request.wishes, now):
+                elif self._is_held(card) and self._is_sound(card, waiting.request.wishes, now):
                     soon += 1
         return eligible, soon
+
+    def _is_held(self, card: Card) -> bool:
+        """A quarantine may last for ever: nothing has to be kept beside it."""
+        return bool(card.promises) and all(lease.quarantine is None for lease in card.promises.values())
 
     def _is_sound(self, card: Card, wishes: Wishes, now: float) -> bool:
         reading = card.reading
@@ -263,6 +270,8 @@ class Oracle:
             return "not among only"
         if names & set(wishes.exclude):
             return "excluded"
+        if reading.is_mig_device and wishes.count > 1:
+            return "a process can use only one of these"
         needed = max(wishes.memory_mb or 0, wishes.min_free_memory_mb or 0)
         if reading.memory_total_mb is not None and needed > reading.memory_total_mb:
             return "too small"

@@ -293,7 +293,7 @@ def essence(pool: Pool, lateness: float) -> tuple[Any, ...]:
         tuple(each.endpoint_id for each in sorted(allocator._ranked._rank, key=allocator._ranked._rank.get)),
         frozenset((kind, name(whose), at - now) for at, kind, whose in pool.timers.items()),
         (left(pool.timers.not_before), left(pool._wake_at), pool.has_new_line),
-        (tuple(map(name, pool._quarantined)), tuple(pool.improved)),
+        (tuple(map(name, pool.quarantined)), tuple(pool.improved)),
         frozenset((each.request.request_id, each.state, each.lease_state) for each in pool.outcomes),
     )
 
