@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,3 +33,12 @@ class LoopClock:
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> Timer:
         return self._loop.call_later(when - monotonic(), callback)
+
+
+def awake_or_not() -> float:
+    """Seconds that also pass while this machine sleeps, as they do for everybody else; never set by anyone."""
+    return time.clock_gettime(_BOOT_TIME)
+
+
+#: Only Linux has it; elsewhere a sleep is noticed when the next message is answered.
+_BOOT_TIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)

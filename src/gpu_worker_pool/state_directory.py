@@ -36,10 +36,16 @@ def state_directory(chosen: str | None = None, environ: Mapping[str, str] | None
     return directory
 
 
+def shared_mode(directory: Path) -> int:
+    """Of a file in it: open to those who may write to the folder, and to nobody else."""
+    mode = directory.stat().st_mode
+    return 0o600 | (0o060 if mode & 0o020 else 0) | (0o006 if mode & 0o002 else 0)
+
+
 def _state_directory(chosen: str, env: Mapping[str, str]) -> Path:
     if chosen:
         directory = Path(chosen).expanduser()
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         return directory
     if SHARED_DIRECTORY.is_dir() and os.access(SHARED_DIRECTORY, os.W_OK):
         return SHARED_DIRECTORY

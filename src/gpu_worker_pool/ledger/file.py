@@ -1,0 +1,165 @@
+"""The file a ledger is in: found or made, never replaced, and what went wrong with it in words."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import threading
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Final
+
+import apsw
+
+from gpu_worker_pool.errors import LedgerUnavailableError
+from gpu_worker_pool.ledger.forking import OPENING, check_not_inherited, watch
+from gpu_worker_pool.ledger.locks import lock_holder, user_of_deleted
+from gpu_worker_pool.state_directory import shared_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+#: How long to wait for another process that writes; one that was stopped in the middle of it may never go on.
+BUSY_SECONDS: Final = 5.0
+#: "gpuP", so that `file` and we can tell what it is.
+APPLICATION_ID: Final = 0x67707550
+
+
+class LedgerFile:
+    """An open ledger file. Used by one thread."""
+
+    def __init__(self, path: Path, schema: str, version: int) -> None:
+        """Raises `LedgerUnavailableError` where there is no ledger to be had."""
+        self.path = path
+        self._beside = [f"{path}-wal", f"{path}-shm"]
+        self._waiting_since = 0.0
+        #: Held by whoever uses the connection, so that nobody forks meanwhile.
+        self.in_use = threading.Lock()
+        #: Opened by the process that this one was forked from: closed here, and open there.
+        self.is_inherited = False
+        with self.errors(), OPENING:
+            if not os.path.lexists(path):
+                if who := user_of_deleted(path):
+                    raise LedgerUnavailableError(
+                        f"the ledger {path} was deleted while {who} uses it, which may hold GPUs: end that first"
+                    )
+                _make(path, schema, version)
+            self._look(path)
+            check_not_inherited(path)
+            self.connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_NOFOLLOW)
+            try:
+                self._begin(version)
+            except BaseException:
+                self.connection.close()
+                raise
+            watch(self)
+
+    def _begin(self, version: int) -> None:
+        connection, path = self.connection, self.path
+        connection.set_busy_handler(self._wait)
+        # First of all: what is somebody else's must stay as it is.
+        if connection.pragma("application_id") != APPLICATION_ID:
+            raise LedgerUnavailableError(f"{path} is not a ledger of this program; name another GPU_POOL_STATE_DIR")
+        if (found := connection.pragma("user_version")) != version:
+            raise LedgerUnavailableError(f"{path} was made by another version: format {found}, not {version}")
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=OFF", "trusted_schema=OFF"):
+            connection.execute(f"PRAGMA {pragma}")
+        connection.pragma("data_version")  # now all its files are there
+        self._identity = self._look_at_all()
+
+    def check(self) -> None:
+        """That these are still the files that were opened: what is written to deleted ones nobody else will see."""
+        try:
+            is_same = self._look_at_all() == self._identity
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise LedgerUnavailableError(f"the ledger {self.path} was deleted or replaced; restart what uses it")
+
+    def _look_at_all(self) -> list[tuple[int, int]]:
+        """SQLite keeps what was written last, and who reads what, in two files beside it as long as it is in use."""
+        return [self._look(self.path), *((found.st_dev, found.st_ino) for found in map(os.lstat, self._beside))]
+
+    @staticmethod
+    def _look(path: Path) -> tuple[int, int]:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise LedgerUnavailableError(f"{path} is not a regular file")
+        if found.st_size == 0:
+            # We never leave an empty one behind: something has emptied it, and with it what was promised.
+            raise LedgerUnavailableError(f"the ledger {path} is empty: if that is meant, remove it to begin anew")
+        return found.st_dev, found.st_ino
+
+    def _wait(self, attempts: int) -> bool:
+        """SQLite asks whether to try again. Its own way of waiting doubles its naps, to 100 ms."""
+        now = time.monotonic()
+        if attempts == 0:
+            self._waiting_since = now
+        elif now - self._waiting_since > BUSY_SECONDS:
+            return False
+        apsw.sleep(1 if attempts < 20 else 5)
+        return True
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """What SQLite and the system say, in words for whoever has to mend it."""
+        try:
+            yield
+        except apsw.BusyError as error:
+            who = lock_holder(self.path)
+            by = f" by {who}" if who else ""
+            raise LedgerUnavailableError(
+                f"the ledger {self.path} has been locked{by} for more than {BUSY_SECONDS:g} s"
+            ) from error
+        except (apsw.FullError, apsw.IOError) as error:
+            raise LedgerUnavailableError(
+                f"the ledger {self.path} cannot be written ({error}): is the disk full?"
+            ) from error
+        except (apsw.CorruptError, apsw.NotADBError) as error:
+            raise LedgerUnavailableError(
+                f"the ledger {self.path} is damaged ({error}); it is left as it is: move it away to begin anew"
+            ) from error
+        except (apsw.ReadOnlyError, apsw.CantOpenError, apsw.PermissionsError, apsw.AuthError) as error:
+            why = "its folder is sticky (chmod -t)" if _is_sticky(self.path.parent) else "who may write to its folder?"
+            raise LedgerUnavailableError(
+                f"the ledger {self.path} cannot be opened for writing ({error}): {why}"
+            ) from error
+        except apsw.Error as error:
+            raise LedgerUnavailableError(f"the ledger {self.path} failed: {type(error).__name__}: {error}") from error
+        except OSError as error:
+            raise LedgerUnavailableError(f"the ledger {self.path} cannot be used: {error.strerror}") from error
+
+
+def _is_sticky(folder: Path) -> bool:
+    """Many kernels let nobody open another's file in such a folder in the way SQLite does."""
+    try:
+        return bool(folder.stat().st_mode & stat.S_ISVTX)
+    except OSError:
+        return False
+
+
+def _make(path: Path, schema: str, version: int) -> None:
+    """Whole or not at all: it gets its name when it is finished, unless another process was faster."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.new")
+    try:
+        connection = apsw.Connection(str(draft))
+        connection.execute("PRAGMA journal_mode=DELETE")
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version={version}")
+        with connection:
+            connection.execute(schema)
+        connection.close()
+        # The folder decides who may come in; the umask of whoever came first does not.
+        draft.chmod(shared_mode(path.parent))
+        with suppress(FileExistsError):
+            path.hardlink_to(draft)
+    finally:
+        draft.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

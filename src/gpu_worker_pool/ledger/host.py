@@ -1,0 +1,20 @@
+"""The ledger of this host: the one file that its server, its workers and programs using `local://` all share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.hardware.readers.choose import hardware_name
+from gpu_worker_pool.ledger.sqlite import SQLiteLedger
+from gpu_worker_pool.ledger.tables import FORMAT
+from gpu_worker_pool.state_directory import state_directory
+
+if TYPE_CHECKING:
+    from gpu_worker_pool.core.settings import PoolSettings
+    from gpu_worker_pool.ledger import Ledger, Tell
+
+
+def open_host_ledger(backend: str, settings: PoolSettings, tell: Tell, *, state_dir: str | None = None) -> Ledger:
+    """Simulated GPUs have one of their own. Raises `LedgerUnavailableError` or an `OSError`."""
+    directory = state_directory(state_dir)
+    return SQLiteLedger(directory / f"ledger-{hardware_name(backend)}-v{FORMAT}.db", settings, tell)

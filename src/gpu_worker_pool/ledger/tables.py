@@ -1,0 +1,248 @@
+"""The tables of a ledger file: rows to what the core knows, and back. Runs in transactions that others begin and end.
+
+Every row carries the revision that wrote it, so that a process reads what others have changed and nothing else. Ended
+requests stay in the file; they are looked up one by one when somebody asks for them again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from gpu_worker_pool.core.adopting import GPUHistory, adopt
+from gpu_worker_pool.core.assignments import Lease
+from gpu_worker_pool.core.queue import Waiter
+from gpu_worker_pool.core.saved import lease_of, moment_of, moved, outcome_of, plain, waiter_of
+from gpu_worker_pool.errors import LedgerUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import apsw
+
+    from gpu_worker_pool.core.gpus import GPUResourceState
+    from gpu_worker_pool.core.pool import Pool
+    from gpu_worker_pool.core.remembered import Outcome
+
+FORMAT: Final = 1
+#: So many ended requests stay in the file, however young: a busy day must not fill the disk.
+MOST_REMEMBERED: Final = 200_000
+#: Removed at once, at most; the rest with the next one.
+_REMOVED_AT_ONCE: Final = 5_000
+
+_WAITER, _LEASE, _OUTCOME = "waiter", "lease", "outcome"
+
+SCHEMA: Final = """
+CREATE TABLE meta (
+    id INTEGER PRIMARY KEY CHECK (id = 1),
+    revision INTEGER NOT NULL, fence INTEGER NOT NULL, ticket INTEGER NOT NULL,
+    boot_id TEXT NOT NULL, now REAL, tally TEXT NOT NULL, forgotten INTEGER NOT NULL, secret TEXT NOT NULL
+) STRICT;
+INSERT INTO meta VALUES (1, 0, 0, 0, '', NULL, '{}', 0, lower(hex(randomblob(16))));
+
+CREATE TABLE requests (
+    request_id TEXT NOT NULL UNIQUE,
+    kind TEXT NOT NULL, lease_id TEXT, ended_at REAL, revision INTEGER NOT NULL, data TEXT NOT NULL
+) STRICT;
+CREATE INDEX changed ON requests (revision);
+CREATE UNIQUE INDEX leased ON requests (lease_id) WHERE lease_id IS NOT NULL;
+CREATE INDEX ended ON requests (ended_at) WHERE ended_at IS NOT NULL;
+CREATE INDEX live ON requests (kind) WHERE ended_at IS NULL;
+
+CREATE TABLE gpus (
+    gpu_id TEXT PRIMARY KEY, endpoint_id TEXT NOT NULL,
+    last_fence INTEGER NOT NULL, freed_at REAL, read_after REAL, revision INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+
+-- Whatever a program believes: a GPU is promised to one, or to several who all share it.
+CREATE TABLE promised (
+    gpu_id TEXT NOT NULL, lease_id TEXT NOT NULL, is_shared INTEGER NOT NULL, PRIMARY KEY (gpu_id, lease_id)
+) STRICT, WITHOUT ROWID;
+CREATE UNIQUE INDEX promised_to_one ON promised (gpu_id) WHERE is_shared = 0;
+CREATE INDEX promised_by ON promised (lease_id);
+CREATE TRIGGER promised_twice BEFORE INSERT ON promised
+WHEN EXISTS (SELECT 1 FROM promised WHERE gpu_id = new.gpu_id AND (is_shared = 0 OR new.is_shared = 0))
+BEGIN SELECT RAISE(ABORT, 'this GPU is promised already'); END;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """The one row about the whole."""
+
+    revision: int
+    fence: int
+    ticket: int
+    boot_id: str
+    #: The time of the last transaction, which is the stamp that somebody serves the ledger; None for a new one.
+    now: float | None
+    tally: str
+    #: The last revision of which something was removed: who knows only older ones must read everything anew.
+    forgotten: int
+
+
+class Tables:
+    """Reads and writes one ledger file's rows through a connection, within whatever transaction it is in."""
+
+    def __init__(self, connection: apsw.Connection) -> None:
+        self._execute = connection.execute
+        #: How the rows of GPUs are, as far as this process knows.
+        self._gpu_rows: dict[str, tuple[Any, ...]] = {}
+
+    def secret(self) -> str:
+        return str(self._execute("SELECT secret FROM meta").get)
+
+    def meta(self) -> Meta:
+        row: tuple[Any, ...] | None = self._execute(
+            "SELECT revision, fence, ticket, boot_id, now, tally, forgotten FROM meta"
+        ).fetchone()
+        if row is None:
+            raise LedgerUnavailableError("the ledger has lost its first row: it is damaged")
+        return Meta(*row)
+
+    # --- reading ---
+
+    def load(self, pool: Pool, since_revision: int | None, meta: Meta) -> None:
+        """Everything that is not over into an empty pool, or what was changed since then into one that has the rest."""
+        if since_revision is None:
+            found = self._execute("SELECT kind, data FROM requests WHERE ended_at IS NULL")
+            gpus = self._execute("SELECT gpu_id, endpoint_id, last_fence, freed_at, read_after FROM gpus")
+            self._gpu_rows.clear()
+        else:
+            found = self._execute("SELECT kind, data FROM requests WHERE revision > ?", (since_revision,))
+            gpus = self._execute(
+                "SELECT gpu_id, endpoint_id, last_fence, freed_at, read_after FROM gpus WHERE revision > ?",
+                (since_revision,),
+            )
+        news = [_known(kind, data) for kind, data in found]
+        # Those who came later stand behind those who came before, whoever of them was written last.
+        news.sort(key=lambda known: known.ticket if isinstance(known, Waiter) else 0)
+        histories = []
+        for row in gpus:
+            self._gpu_rows[row[0]] = row
+            gpu_id, endpoint_id, last_fence, freed_at, read_after = row
+            histories.append(GPUHistory(gpu_id, endpoint_id, last_fence, moment_of(freed_at), moment_of(read_after)))
+        adopt(pool, news, histories)
+        pool.fence, pool.ticket = meta.fence, meta.ticket
+        pool.now = max(pool.now, moment_of(meta.now))
+        tally = json.loads(meta.tally)
+        pool.tally.update({state: tally.get(state.value, 0) for state in pool.tally})
+
+    def ended_request(self, request_id: str) -> Outcome | None:
+        row = self._execute(
+            "SELECT data FROM requests WHERE request_id = ? AND kind = 'outcome'", (request_id,)
+        ).fetchone()
+        return None if row is None else outcome_of(json.loads(row[0]))
+
+    def ended_lease(self, lease_id: str) -> Outcome | None:
+        row = self._execute("SELECT data FROM requests WHERE lease_id = ? AND kind = 'outcome'", (lease_id,)).fetchone()
+        return None if row is None else outcome_of(json.loads(row[0]))
+
+    # --- writing ---
+
+    def write(self, pool: Pool, changes: Mapping[str, Waiter | Lease | Outcome], before: Meta, boot_id: str) -> Meta:
+        """What has changed since `before`; the row about the whole in any case, as a stamp that somebody is here."""
+        revision = before.revision + 1
+        touched: dict[str, GPUResourceState] = {}
+        # What ends first: a GPU may go from one lease to the next within one transaction.
+        for known in sorted(changes.values(), key=lambda known: isinstance(known, Lease)):
+            self._write_request(known, before.fence, revision)
+            lease = known if isinstance(known, Lease) else None if isinstance(known, Waiter) else known.lease
+            if lease is not None:
+                touched.update({gpu_id: pool.allocator.gpus[gpu_id] for gpu_id in lease.gpu_ids})
+        for gpu in touched.values():
+            self._write_gpu(gpu, revision)
+        meta = Meta(revision, pool.fence, pool.ticket, boot_id, pool.now, _tally(pool), before.forgotten)
+        self._execute(
+            "UPDATE meta SET revision = ?, fence = ?, ticket = ?, boot_id = ?, now = ?, tally = ?",
+            (revision, meta.fence, meta.ticket, boot_id, meta.now, meta.tally),
+        )
+        return meta
+
+    def _write_request(self, known: Waiter | Lease | Outcome, last_fence: int, revision: int) -> None:
+        kind, lease_id, ended_at = _WAITER, None, None
+        if isinstance(known, Lease):
+            kind, lease_id = _LEASE, known.lease_id
+            if known.fence > last_fence:
+                is_shared = known.request.wishes.share
+                for gpu_id in known.gpu_ids:
+                    self._execute("INSERT INTO promised VALUES (?, ?, ?)", (gpu_id, lease_id, is_shared))
+        elif not isinstance(known, Waiter):
+            kind, ended_at = _OUTCOME, known.at
+            if known.lease is not None:
+                lease_id = known.lease.lease_id
+                self._execute("DELETE FROM promised WHERE lease_id = ?", (lease_id,))
+        self._execute(
+            "INSERT INTO requests VALUES (?1, ?2, ?3, ?4, ?5, ?6) ON CONFLICT (request_id) DO UPDATE"
+            " SET kind = ?2, lease_id = ?3, ended_at = ?4, revision = ?5, data = ?6",
+            (known.request.request_id, kind, lease_id, ended_at, revision, _encode(plain(known))),
+        )
+
+    def _write_gpu(self, gpu: GPUResourceState, revision: int) -> None:
+        row = (
+            gpu.gpu_id,
+            gpu.endpoint.endpoint_id,
+            gpu.last_fence,
+            plain(gpu.freed_at),
+            plain(gpu.read_after),
+        )
+        if self._gpu_rows.get(gpu.gpu_id) != row:
+            self._gpu_rows[gpu.gpu_id] = row
+            self._execute("INSERT OR REPLACE INTO gpus VALUES (?, ?, ?, ?, ?, ?)", (*row, revision))
+
+    def forget_ended(self, before: float) -> None:
+        """Those that ended so long ago, and the oldest of too many."""
+        removed = self._execute(
+            "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests WHERE ended_at < ? LIMIT ?)"
+            " RETURNING revision",
+            (before, _REMOVED_AT_ONCE),
+        ).fetchall()
+        # Rows are numbered as they come. That some of the newest are not over does not matter.
+        removed += self._execute(
+            "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests"
+            " WHERE rowid <= (SELECT max(rowid) FROM requests) - ? AND ended_at IS NOT NULL ORDER BY rowid LIMIT ?)"
+            " RETURNING revision",
+            (MOST_REMEMBERED, _REMOVED_AT_ONCE),
+        ).fetchall()
+        if removed:
+            self._execute("UPDATE meta SET forgotten = max(forgotten, ?)", (max(removed)[0],))
+
+    def begin_clock_anew(self, meta: Meta, now: float, boot_id: str) -> Meta:
+        """After a reboot: every moment as it would be on the new clock, and no process of before known any more."""
+        later = 0.0 if meta.now is None else now - meta.now
+        revision = meta.revision + 1
+        rows: list[tuple[Any, ...]] = self._execute("SELECT request_id, ended_at, data FROM requests").fetchall()
+        for request_id, ended_at, data in rows:
+            row = _without_processes(moved(json.loads(data), later))
+            self._execute(
+                "UPDATE requests SET ended_at = ?, revision = ?, data = ? WHERE request_id = ?",
+                (None if ended_at is None else ended_at + later, revision, _encode(row), request_id),
+            )
+        self._execute(
+            "UPDATE gpus SET freed_at = freed_at + ?1, read_after = read_after + ?1, revision = ?2", (later, revision)
+        )
+        self._gpu_rows.clear()
+        return replace(meta, revision=revision, now=now, boot_id=boot_id)
+
+
+def _known(kind: str, data: str) -> Waiter | Lease | Outcome:
+    row = json.loads(data)
+    if kind == _WAITER:
+        return waiter_of(row)
+    return lease_of(row) if kind == _LEASE else outcome_of(row)
+
+
+#: Made once: `json.dumps` would make one for every row.
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def _without_processes(row: Any) -> Any:
+    for lease in (row, row.get("lease") or {}):
+        for held in lease.get("held", ()):
+            held["processes"] = None
+    return row
+
+
+def _tally(pool: Pool) -> str:
+    return _encode({state.value: count for state, count in pool.tally.items() if count})
