@@ -51,6 +51,22 @@ class RequestGivenUpError(GPUWorkerPoolError):
     retryable = True
 
 
+class RequestEndedError(GPUWorkerPoolError):
+    """The request has ended; choose a new id to ask again."""
+
+    #: How it ended, such as `cancelled`; `granted` if it was granted and the lease has ended since.
+    state: str
+    reasons: tuple[str, ...]
+
+    def __init__(self, message: str | None = None, *, state: str = "", reasons: tuple[str, ...] = ()) -> None:
+        if message is None and state:
+            how = "; ".join(reasons) or state.replace("_", " ")
+            message = f"the request has ended ({how}); choose a new id to ask again"
+        super().__init__(message)
+        self.state = state
+        self.reasons = reasons
+
+
 # --- what was assigned ---
 
 
@@ -149,6 +165,15 @@ class DriverError(GPUWorkerPoolError):
         self.code = code
 
 
+# --- the ledger ---
+
+
+class LedgerUnavailableError(GPUWorkerPoolError):
+    """The ledger cannot be used: nothing is granted, and nothing that was promised is forgotten."""
+
+    retryable = True
+
+
 # --- events the core refuses ---
 
 
@@ -158,6 +183,10 @@ class IllegalEventError(GPUWorkerPoolError):
 
 class RequestMismatchError(IllegalEventError):
     """The request id was already used for a different request."""
+
+
+class TooManyWaitingError(IllegalEventError):
+    """Too many requests of one asker wait already."""
 
 
 class UnknownLeaseError(IllegalEventError):

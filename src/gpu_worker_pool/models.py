@@ -7,7 +7,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from datetime import datetime
-from typing import Any, TypeAlias
+from math import inf
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from gpu_worker_pool.lease_life import LeaseLife
+
+if TYPE_CHECKING:
+    from gpu_worker_pool.leases import HeldLease
 
 #: A GPU's index on its host, or, with several endpoints, its global id `"endpoint:index"`.
 GPUId: TypeAlias = int | str
@@ -221,11 +227,34 @@ class GPUAssignment:
         # A MIG device has no index of its own, and an index would show its whole parent.
         mig = any(uuid.startswith("MIG-") for uuid in self.gpu_uuids)
         devices: Iterable[GPUId] = self.gpu_uuids if mig else self.local_gpu_ids
-        return {
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
-            # Without it CUDA counts fastest first, not in the order of nvidia-smi.
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        }
+        visible = ",".join(map(str, devices))
+        # Without it CUDA counts fastest first, not in the order of nvidia-smi.
+        env = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        if self.lease_id is not None:
+            env |= {"NVIDIA_VISIBLE_DEVICES": visible, "GPU_POOL_LEASE_ID": self.lease_id}
+        return env
+
+    @property
+    def lost(self) -> bool:
+        """Whether the GPU is not yours any more though you did not release it: stop using it. Ask from any thread.
+
+        Only a lease can be lost: by its server's word, or because it could not be renewed for as long as it lives.
+        """
+        life = self._life
+        return life is not None and life.is_lost
+
+    @property
+    def lost_reason(self) -> str | None:
+        life = self._life
+        return life.reason if life is not None and life.is_lost else None
+
+    async def wait_lost(self) -> None:
+        """Return when `lost` becomes true; without a lease that is never."""
+        await (self._life or LeaseLife(inf, 0.0)).wait()
+
+    @property
+    def _life(self) -> LeaseLife | None:
+        return self.__dict__.get("_life_of_lease")
 
     def _check_gpu_id(self, name: str, gpu_id: object) -> None:
         _check_count(name, gpu_id)
@@ -334,6 +363,31 @@ def global_assignment_of_one_gpu(
     values["gpu_ids"] = (global_gpu_id,)
     values["gpu_uuids"] = gpu_uuids
     values["fence"] = fence
+    return assignment
+
+
+def leased_assignment(
+    lease: "HeldLease", endpoint_id: str, assigned_at: datetime, expires_at: datetime
+) -> GPUAssignment:
+    """For the pool itself: what the holder of a lease gets; `endpoint_id` is empty where there is only one."""
+    worker_id = lease.ask.worker_id
+    uuids = [gpu.uuid for gpu in lease.gpus if gpu.uuid is not None]
+    told: dict[str, Any] = {
+        "gpu_uuids": uuids if len(uuids) == len(lease.gpus) else (),
+        "lease_id": lease.lease_id,
+        "fence": lease.fence,
+        "expires_at": expires_at,
+    }
+    indices = [gpu.index for gpu in lease.gpus]
+    assignment: GPUAssignment
+    if endpoint_id:
+        names = [make_global_gpu_id(endpoint_id, index) for index in indices]
+        assignment = GlobalGPUAssignment(
+            names[0], endpoint_id, indices[0], worker_id, assigned_at, gpu_ids=names, **told
+        )
+    else:
+        assignment = GPUAssignment(indices[0], worker_id, assigned_at, gpu_ids=indices, **told)
+    assignment.__dict__["_life_of_lease"] = lease.life
     return assignment
 
 

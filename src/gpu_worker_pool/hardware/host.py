@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.hardware.readers.choose import hardware_name, make_reader
+from gpu_worker_pool.hardware.readers.choose import make_reader, readings_name
 from gpu_worker_pool.hardware.sample_log import SampleLog
 from gpu_worker_pool.hardware.sampler import Sampler, boot_time
 from gpu_worker_pool.state_directory import state_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from gpu_worker_pool.hardware.readers import Reader
+    from gpu_worker_pool.hardware.readers.simulated import Holder
     from gpu_worker_pool.hardware.samples import Sample
 
 
@@ -24,11 +25,15 @@ def host_sampler(
     on_sample: Callable[[Sample], object],
     state_dir: str | None = None,
     reader: Reader | None = None,
+    holders: Callable[[], Iterable[Holder]] = tuple,
 ) -> Sampler:
-    """`keep`: how many samples of the past whoever starts later may want to see. `state_dir`: see `state_directory`."""
+    """`keep`: how many samples of the past whoever starts later may want to see. `state_dir`: see `state_directory`.
+
+    `holders`: who has simulated GPUs; asked in the sampler's thread.
+    """
     return Sampler(
-        reader or make_reader(backend, boot_time),
+        reader or make_reader(backend, boot_time, holders),
         interval_seconds=interval_seconds,
         on_sample=on_sample,
-        open_log=lambda: SampleLog(state_directory(state_dir), hardware_name(backend), keep=keep),
+        open_log=lambda: SampleLog(state_directory(state_dir), readings_name(backend), keep=keep),
     )

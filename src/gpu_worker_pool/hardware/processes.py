@@ -37,6 +37,39 @@ def process_identity() -> dict[str, Any]:
     return {"pid": os.getpid(), "started_at": _Stat.of(os.getpid()).started_at, "namespace": _pid_namespace()}
 
 
+def name_of_this_process() -> str:
+    """The same as one word, with the boot it lives in; `is_gone` reads it."""
+    identity = process_identity()
+    return f"{boot_id()}/{identity['namespace']}/{identity['pid']}/{identity['started_at']}"
+
+
+def is_gone(name: str) -> bool:
+    """Whether the process of that name has certainly ended; False also where that cannot be known."""
+    boot, _, rest = name.partition("/")
+    namespace, _, rest = rest.partition("/")
+    number, _, started_at = rest.partition("/")
+    # First: in another namespace the same number is another process, and a container may have a boot id of its own.
+    if namespace != str(_pid_namespace()) or not number.isdecimal():
+        return False
+    if boot != boot_id():
+        return True
+    pid = int(number)
+    try:
+        os.kill(pid, 0)  # harms nobody, and finds processes that /proc may hide from us
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    try:
+        stat = _Stat.of(pid)
+        if str(stat.started_at) != started_at:
+            return True
+        # Ended, and its parent has not looked yet; unless it is only its first thread that has.
+        return stat.state == "Z" and len(list(Path("/proc", number, "task").iterdir())) == 1
+    except OSError:
+        return False  # hidden, or gone in this very moment: the next look tells
+
+
 def is_stopped(identity: Mapping[str, Any]) -> bool:
     """Whether the process is there and stopped, as by Ctrl-Z; False also where that cannot be known."""
     pid = identity.get("pid")
@@ -63,6 +96,11 @@ class _Stat(NamedTuple):
         fields = rest.split()
         started_at = int(fields[19]) / _TICKS_PER_SECOND if len(fields) > 19 else None
         return cls(command, fields[0] if fields else "", started_at)
+
+
+@lru_cache(maxsize=1)
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @lru_cache(maxsize=1)

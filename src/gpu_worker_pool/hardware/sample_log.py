@@ -14,22 +14,23 @@ import json
 import math
 import os
 import stat
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Final
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.core.readings import ProcessReading
-from gpu_worker_pool.hardware.processes import is_stopped, process_identity
+from gpu_worker_pool.hardware.processes import boot_id, is_stopped, process_identity
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, MIGSample, Sample
+from gpu_worker_pool.state_directory import shared_mode
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 #: Part of the file's name: versions whose lines differ do not read each other's.
 _FORMAT: Final = 1
 _READ_BYTES: Final = 1 << 20
 _IDENTITY_BYTES: Final = 128
-
-
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+_LINE_OPENS: Final = b'{"number":'
+_NAMES: dict[type[Any], tuple[str, ...]] = {}
 
 
 class SampleLog:
@@ -41,6 +42,7 @@ class SampleLog:
         #: Whoever wants the most of all who write it decides.
         self._keep = keep
         self._boot_id = boot_id()
+        self._identity = json.dumps(process_identity()).encode().ljust(_IDENTITY_BYTES)
         self._last_number = 0
         self._file = self._lock = self._relief = -1
         self._locked = -1
@@ -69,7 +71,7 @@ class SampleLog:
             self._open()  # somebody tidied up: what is locked here would be locked by nobody else
         if _try_flock(self._lock):
             self._locked = self._lock
-            os.pwrite(self._lock, json.dumps(process_identity()).encode().ljust(_IDENTITY_BYTES), 0)
+            os.pwrite(self._lock, self._identity, 0)
         # A program that was stopped (Ctrl-Z) while it probed must not keep all others from doing so.
         elif is_stopped(_parse(os.pread(self._lock, _IDENTITY_BYTES, 0))) and _try_flock(self._relief):
             self._locked = self._relief
@@ -126,7 +128,8 @@ class SampleLog:
             self._rewrite([line])
             return
         if self._lines_in_file >= 2 * self._keep:
-            kept = [line for line in self._read_from(0).split(b"\n") if _decode(line) is not None]
+            # Neither the header nor half a line; whoever reads them looks closer. Somebody may wait for this reading.
+            kept = [line for line in self._read_from(0).split(b"\n") if line[:10] == _LINE_OPENS and line[-2:] == b"}}"]
             self._rewrite([*kept[1 - self._keep :], line] if self._keep > 1 else [line])
             return
         end = os.fstat(self._file).st_size
@@ -167,9 +170,8 @@ def _open_shared(path: Path) -> int:
     except FileNotFoundError:
         descriptor = os.open(path, flags | os.O_CREAT, 0o666)
         # The folder decides who may come in; the umask of whoever came first does not.
-        if path.parent.stat().st_mode & 0o022:
-            with contextlib.suppress(OSError):
-                os.fchmod(descriptor, 0o666)
+        with contextlib.suppress(OSError):
+            os.fchmod(descriptor, shared_mode(path.parent))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -188,15 +190,30 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 def _encode(sample: Sample) -> bytes:
-    entry = {
+    entry: dict[str, Any] = {
         "number": sample.number,
         "failed_total": sample.failed_total,
         "begun_at": sample.begun_at,
         "took_seconds": sample.took_seconds,
         "timestamp": sample.timestamp,
     }
-    entry["answer" if isinstance(sample.answer, DriverAnswer) else "failure"] = asdict(sample.answer)
-    return json.dumps(entry, separators=(",", ":"), allow_nan=False).encode()
+    entry["answer" if isinstance(sample.answer, DriverAnswer) else "failure"] = sample.answer
+    return _ENCODER.encode(entry).encode()
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in _names_of(type(value))}
+
+
+def _names_of(kind: Any) -> tuple[str, ...]:
+    names = _NAMES.get(kind)
+    if names is None:
+        names = _NAMES[kind] = tuple(field.name for field in fields(kind))
+    return names
+
+
+#: Somebody may wait for the reading that is written: `asdict` would take most of the time.
+_ENCODER: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_fields_of)
 
 
 def _decode(line: bytes) -> Sample | None:

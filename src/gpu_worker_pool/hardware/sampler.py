@@ -184,8 +184,8 @@ class Sampler:
             answer=answer,
         )
         self._is_asking = True
+        self._take(sample)  # first: somebody here may wait for it
         self._share(sample)
-        self._take(sample)
 
     def _others_can_read(self, now: float) -> bool:
         good = self.seen.good

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.errors import DriverError
@@ -66,8 +68,20 @@ def check_backend(text: str) -> str:
 
 
 def hardware_name(backend: str) -> str:
-    """Processes whose backends have the same name see the same GPUs, by whatever way."""
+    """Backends of the same name are different ways to the same GPUs."""
     return "real" if backend in _REAL else SimulatedHost.parse(backend).name
+
+
+def readings_name(backend: str, devices: Path = Path("/dev")) -> str:
+    """Processes for which it is the same see the same GPUs: a container that was given two of eight sees two.
+
+    What it reads must not make the others vanish for those who see all.
+    """
+    name = hardware_name(backend)
+    if backend not in _REAL:
+        return name
+    numbers = sorted(int(node.name[6:]) for node in devices.glob("nvidia[0-9]*") if node.name[6:].isdecimal())
+    return f"{name}-{zlib.crc32(repr(numbers).encode()):08x}" if numbers else name
 
 
 def make_reader(backend: str, clock: Callable[[], float], holders: Callable[[], Iterable[Holder]] = tuple) -> Reader:

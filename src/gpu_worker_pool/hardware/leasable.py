@@ -1,0 +1,66 @@
+"""What of this host can be promised to somebody: each GPU, or, of one that is split, each of its MIG devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.core.readings import Reading
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gpu_worker_pool.hardware.samples import GPUSample, MIGSample
+
+
+def readings_of(gpus: Iterable[GPUSample]) -> tuple[Reading, ...]:
+    """A GPU is known by its UUID, since indices change their order; a split one is nobody's as a whole."""
+    readings: list[Reading] = []
+    for gpu in gpus:
+        if gpu.mig_enabled or gpu.mig_devices:
+            readings += [_of_device(gpu, device) for device in gpu.mig_devices]
+        else:
+            readings.append(
+                Reading(
+                    gpu.identity,
+                    gpu.index,
+                    gpu.name,
+                    gpu.uuid,
+                    gpu.memory_total_mb,
+                    gpu.memory_used_mb,
+                    gpu.memory_usage_percent,
+                    gpu.utilization_percent,
+                    gpu.reports_utilization,
+                    gpu.fault,
+                    gpu.processes,
+                )
+            )
+    return tuple(readings)
+
+
+def _of_device(gpu: GPUSample, device: MIGSample) -> Reading:
+    return Reading(
+        device.uuid,
+        gpu.index,
+        f"{gpu.name} MIG {device.name}",
+        device.uuid,
+        device.memory_total_mb,
+        device.memory_used_mb,
+        device.memory_usage_percent,
+        None,
+        reports_utilization=False,
+        fault=device.fault or gpu.fault,
+        processes=device.processes,
+        is_mig_device=True,
+    )
+
+
+def vanished_devices(before: Iterable[GPUSample], now: Iterable[GPUSample]) -> tuple[str, ...]:
+    """The MIG devices that ceased to exist: their GPU is there, well, and does not have them any more."""
+    well = {gpu.identity: gpu for gpu in now if gpu.fault is None}
+    return tuple(
+        device.uuid
+        for gpu in before
+        if gpu.identity in well
+        for device in gpu.mig_devices
+        if device.uuid not in {known.uuid for known in well[gpu.identity].mig_devices}
+    )

@@ -1,0 +1,70 @@
+"""What of a host can be promised, and what of it ceased to exist."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpu_worker_pool.core.readings import ProcessReading
+from gpu_worker_pool.hardware.leasable import readings_of, vanished_devices
+from gpu_worker_pool.hardware.samples import GPUSample, MIGSample
+
+OUTSIDER = ProcessReading(7, 1.0, "notebook")
+WHOLE = GPUSample(
+    2,
+    "NVIDIA H100",
+    uuid="GPU-whole",
+    memory_total_mb=80_000.0,
+    memory_used_mb=8_000.0,
+    utilization_percent=30.0,
+    processes=(OUTSIDER,),
+)
+DEVICE = MIGSample("MIG-a", "3g.40gb", memory_total_mb=40_000.0, memory_used_mb=100.0, processes=())
+SPLIT = GPUSample(
+    3,
+    "NVIDIA A100",
+    uuid="GPU-split",
+    memory_total_mb=80_000.0,
+    reports_utilization=False,
+    mig_enabled=True,
+    mig_devices=(DEVICE, replace(DEVICE, uuid="MIG-b", fault="lost")),
+)
+
+
+def test_a_whole_gpu_is_known_by_its_uuid_and_reads_as_it_is() -> None:
+    (reading,) = readings_of([WHOLE])
+    assert (reading.gpu_id, reading.uuid, reading.index, reading.name) == ("GPU-whole", "GPU-whole", 2, "NVIDIA H100")
+    assert (reading.memory_used_mb, reading.memory_usage_percent, reading.utilization_percent) == (8_000.0, 10.0, 30.0)
+    assert reading.processes == (OUTSIDER,)
+    assert not reading.is_mig_device
+
+
+def test_a_gpu_that_does_not_tell_its_uuid_is_known_by_its_number() -> None:
+    (reading,) = readings_of([replace(WHOLE, uuid=None)])
+    assert (reading.gpu_id, reading.uuid) == ("gpu-2", None)
+
+
+def test_of_a_split_gpu_its_devices_can_be_had_and_never_the_whole() -> None:
+    first, second = readings_of([SPLIT])
+    assert (first.gpu_id, first.uuid, first.index, first.name) == ("MIG-a", "MIG-a", 3, "NVIDIA A100 MIG 3g.40gb")
+    assert (first.memory_total_mb, first.memory_used_mb, first.utilization_percent) == (40_000.0, 100.0, None)
+    assert not first.reports_utilization
+    assert first.is_mig_device
+    assert (first.fault, second.fault) == (None, "lost")
+    assert readings_of([replace(SPLIT, mig_devices=())]) == (), "one that is split into nothing yet is nobody's"
+    assert [reading.fault for reading in readings_of([replace(SPLIT, fault="needs a reset")])] == [
+        "needs a reset",
+        "lost",
+    ]
+
+
+def test_a_device_ceased_to_exist_if_its_gpu_is_there_and_well_and_does_not_have_it() -> None:
+    without_a = replace(SPLIT, mig_devices=SPLIT.mig_devices[1:])
+    assert vanished_devices([SPLIT], [without_a]) == ("MIG-a",)
+    assert vanished_devices([SPLIT], [replace(SPLIT, mig_devices=(), mig_enabled=False)]) == ("MIG-a", "MIG-b")
+    assert vanished_devices([SPLIT], [SPLIT]) == ()
+    assert vanished_devices([SPLIT], []) == (), "a GPU that is only missing has lost nothing"
+    assert vanished_devices([SPLIT], [SPLIT.lost("fallen off the bus")]) == ()
+    assert vanished_devices([SPLIT], [replace(without_a, fault="needs a reset")]) == ()
+    assert vanished_devices([], [SPLIT]) == ()
+    renumbered = replace(without_a, index=0)
+    assert vanished_devices([SPLIT], [WHOLE, renumbered]) == ("MIG-a",)
