@@ -1,0 +1,78 @@
+"""The routes of the live page: the page itself, its files, and what its server alone knows."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fastapi import HTTPException, Request, Response
+from starlette.responses import JSONResponse
+
+from gpu_worker_pool.gpu_server.compression import compressed
+from gpu_worker_pool.gpu_server.dashboard.files import page_files
+from gpu_worker_pool.hardware.processes import boot_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpu_worker_pool.gpu_server.hot import HotFastAPI
+    from gpu_worker_pool.gpu_server.settings import ServerSettings
+
+_NOT_KEPT: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+
+def add_dashboard(app: HotFastAPI, settings: ServerSettings) -> None:
+    files = page_files()
+
+    def add(path: str, endpoint: Callable[..., Any]) -> None:
+        # The page's own: it changes with the page, and is no interface for others.
+        path = f"{settings.api_prefix}/dashboard{path}"
+        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], include_in_schema=False)
+
+    async def page(request: Request) -> Response:
+        return files["index.html"].answer(request)
+
+    async def file(request: Request) -> Response:
+        found = files.get(request.path_params["name"])
+        if found is None:
+            raise HTTPException(404, "the page has no such file")
+        return found.answer(request)
+
+    async def host() -> Response:
+        body = {
+            "host_id": app.fleet.own_id,
+            "name": socket.gethostname(),
+            "title": settings.title,
+            "refresh_interval": settings.refresh_interval,
+            "peers": app.fleet.names,
+        }
+        return JSONResponse(body, headers=_NOT_KEPT)
+
+    async def peers(request: Request) -> Response:
+        return await compressed(request, _json(app.fleet.shown()))
+
+    async def peers_history(request: Request) -> Response:
+        return await compressed(request, _json(await app.fleet.history()))
+
+    add("", page)
+    add("/files/{name}", file)
+    add("/host", host)
+    add("/peers", peers)
+    add("/peers/history", peers_history)
+
+
+def host_id(settings: ServerSettings, state_dir: str | None) -> str:
+    """The same for all processes that show the same GPUs of this host, so that a list of peers may name its reader."""
+    try:
+        folder = Path(state_dir or "/nowhere").stat()
+        facts = (boot_id(), folder.st_dev, folder.st_ino, settings.gpu_backend, settings.cuda_visible_devices)
+    except OSError:
+        return secrets.token_hex(8)
+    return sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json", headers=_NOT_KEPT)

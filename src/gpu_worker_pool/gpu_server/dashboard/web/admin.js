@@ -1,0 +1,146 @@
+// With an administrator's key: end a lease, or remove one who waits, each after a confirmation. The key is kept in this
+// variable and nowhere else.
+
+import { byId, setHidden, setText } from "./dom.js";
+import { ask } from "./server.js";
+import { gpuNames, nameOf } from "./words.js";
+
+let key = null;
+let changed = () => {};
+
+export function isAdministrator() {
+  return key !== null;
+}
+
+/** `onChange` is called when buttons are to appear or to vanish; `say(text)` tells those who listen. */
+export function offerAdministration(onChange, say) {
+  changed = onChange;
+  const dialog = byId("key-dialog");
+  const input = byId("key-input");
+  setHidden(byId("key-warning"), window.isSecureContext);
+  byId("key-button").addEventListener("click", () => {
+    if (key !== null) {
+      forget();
+      say("The key is forgotten.");
+      return;
+    }
+    setText(byId("key-problem"), "");
+    dialog.showModal();
+    input.focus();
+  });
+  byId("key-cancel").addEventListener("click", () => dialog.close());
+  dialog.addEventListener("close", () => {
+    input.value = "";
+  });
+  byId("key-form").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const tried = input.value.trim();
+    const problem = await problemWith(tried);
+    setText(byId("key-problem"), problem ?? "");
+    if (problem !== null) {
+      input.select();
+      return;
+    }
+    key = tried;
+    dialog.close();
+    setText(byId("key-button"), "Forget the key");
+    changed();
+    say("You can release leases and remove those who wait.");
+  });
+}
+
+function forget() {
+  key = null;
+  setText(byId("key-button"), "Admin key…");
+  changed();
+}
+
+/** Asks to end a lease that nobody has: whether that is refused for the key, or because there is none, tells. */
+async function problemWith(tried) {
+  if (!/^[!-~]+$/.test(tried)) return "A key is made of letters, digits and signs, without blanks.";
+  try {
+    const { status, body } = await remove("leases/no-such-lease", tried);
+    if (status === 404) return null;
+    if (status === 403) return "This is a key, but not an administrator's: it can hold GPUs, not take them from others.";
+    return body?.detail ?? `The server answered with ${status}.`;
+  } catch {
+    return "The server does not answer. Try again when it is back.";
+  }
+}
+
+function remove(path, withKey) {
+  return ask(path, { method: "DELETE", headers: { Authorization: `Bearer ${withKey}` } });
+}
+
+/** For cards: `ask(lease)` after a confirmation ends it. */
+export function makeRelease(say) {
+  return {
+    isPossible: isAdministrator,
+    ask: (lease) => {
+      const what = gpuNames(lease.gpus);
+      const isQuarantined = lease.state === "quarantined";
+      confirm({
+        title: isQuarantined ? `End the quarantine of ${what}?` : `Release ${what} of ${nameOf(lease)}?`,
+        text: isQuarantined
+          ? "Somebody else may get it at once. If a program is still on it, the two will share it."
+          : `${described(lease)} The program is not stopped: until it notices that it has lost the lease, it goes on using the GPU, and somebody else may get it meanwhile.`,
+        yes: isQuarantined ? "End the quarantine" : "Release it",
+        path: `leases/${encodeURIComponent(lease.lease_id)}`,
+        done: () => say(`${what} of ${nameOf(lease)} was released.`),
+      });
+    },
+  };
+}
+
+export function makeRemoval(say) {
+  return {
+    isPossible: isAdministrator,
+    ask: (row) =>
+      confirm({
+        title: `Remove ${nameOf(row)} from the queue?`,
+        text: `${described(row)} It loses its place; its program is told that its request was cancelled.`,
+        yes: "Remove it",
+        path: `queue/${encodeURIComponent(row.request_id)}`,
+        done: () => say(`${nameOf(row)} was removed from the queue.`),
+      }),
+  };
+}
+
+function described(row) {
+  return row.label ? `It says: “${row.label}”.` : "";
+}
+
+function confirm({ title, text, yes, path, done }) {
+  const dialog = byId("confirm-dialog");
+  const button = byId("confirm-yes");
+  setText(byId("confirm-title"), title);
+  setText(byId("confirm-text"), text.trim());
+  setText(byId("confirm-problem"), "");
+  setText(button, yes);
+  byId("confirm-no").onclick = () => dialog.close();
+  button.onclick = async () => {
+    button.disabled = true;
+    const problem = await attempt(path);
+    button.disabled = false;
+    if (problem !== null) {
+      setText(byId("confirm-problem"), problem);
+      return;
+    }
+    dialog.close();
+    // The button that led here is about to vanish.
+    byId("gpus-title").focus({ preventScroll: true });
+    done();
+  };
+  dialog.showModal();
+  byId("confirm-no").focus();
+}
+
+async function attempt(path) {
+  try {
+    const { status, body } = await remove(path, key);
+    if (status === 401) forget();
+    return status === 200 ? null : (body?.detail ?? `The server answered with ${status}.`);
+  } catch {
+    return "The server does not answer: nothing was changed, as far as is known.";
+  }
+}

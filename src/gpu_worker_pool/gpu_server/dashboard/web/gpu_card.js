@@ -1,0 +1,154 @@
+// One GPU: what it is, what it does, and who has it.
+
+import { make, setAttribute, setHidden, setText, showEach } from "./dom.js";
+import { GPUChart } from "./gpu_chart.js";
+import { conditionOf } from "./gpu_condition.js";
+import { HolderLine } from "./holder_line.js";
+import { now } from "./pool_state.js";
+import { count, degrees, gigabytes, percent, watts } from "./words.js";
+
+/** Numbers of many GPUs change less often than their bars: letters have to be set, bars only to be moved. */
+const CROWDED_MILLISECONDS = 1800;
+/** Nobody sees it, but somebody may be read to. */
+const UNSEEN_MILLISECONDS = 5000;
+
+export class GPUCard {
+  #holders = new Map();
+  #writtenAt = 0;
+  #signature = "";
+
+  constructor(release) {
+    this.release = release;
+    this.index = make("span", "index");
+    this.model = make("p", "model");
+    this.word = make("span", "word");
+    this.memory = new Bar("Memory", "memory");
+    this.compute = new Bar("Compute", "compute");
+    this.chart = new GPUChart();
+    this.facts = make("p", "facts");
+    this.why = make("p", "why");
+    this.holderList = make("ul", "holders");
+    this.together = make("p", "together");
+    const title = make("h4", "", make("span", "unit", "GPU "), this.index);
+    const state = make("p", "state", make("span", "sign"), this.word);
+    this.element = make(
+      "li", "gpu",
+      make("div", "head", title, this.model, state),
+      this.memory.element, this.compute.element, this.chart.element, this.facts,
+      make("div", "who", this.why, this.holderList, this.together),
+    );
+  }
+
+  remove() {
+    this.chart.remove();
+  }
+
+  update({ gpu, leases, host, isCrowded }) {
+    const { row } = gpu;
+    const condition = conditionOf(gpu, leases, host);
+    if (this.chart.isVisible) {
+      this.memory.move(row.memory?.usage_percent);
+      this.compute.move(row.utilization_percent);
+    }
+    this.chart.update(gpu.chart, host);
+    // Whoever gets it or gives it back is told at once, wherever it is on the page.
+    const signature = `${condition.word} ${this.release.isPossible()} ${leases.map((lease) => lease.lease_id)}`;
+    const rest = !this.chart.isVisible ? UNSEEN_MILLISECONDS : isCrowded ? CROWDED_MILLISECONDS : 0;
+    if (signature === this.#signature && now() - this.#writtenAt < rest) return;
+    this.#signature = signature;
+    this.#writtenAt = now();
+    this.#write(gpu, leases, host, condition, isCrowded);
+  }
+
+  #write({ row }, leases, host, condition, isCrowded) {
+    setAttribute(this.element, "data-kind", condition.kind);
+    setAttribute(this.element, "data-word", condition.word);
+    setAttribute(this.element, "data-gpu", String(row.gpu_id));
+    setText(this.index, String(row.gpu_id));
+    setText(this.model, shortened(row.name));
+    setAttribute(this.model, "title", row.name ?? "");
+    setText(this.word, condition.word);
+    const memory = row.memory ?? {};
+    const promised = promisedMegabytes(leases, memory.total_mb);
+    this.memory.write(memory.usage_percent, `${gigabytes(memory.used_mb)} / ${gigabytes(memory.total_mb)} GB`);
+    this.memory.mark(promised !== null && memory.total_mb ? (100 * promised) / memory.total_mb : null);
+    this.compute.write(row.utilization_percent, percent(row.utilization_percent));
+    setText(this.facts, facts(row, isCrowded));
+    const why = condition.kind === "free" ? "Nobody holds it." : condition.why;
+    setText(this.why, why);
+    setHidden(this.why, why === "");
+    showEach(this.holderList, this.#holders, leases, (lease) => lease.lease_id, () => new HolderLine(this.release));
+    for (const view of this.#holders.values()) view.updateFor(host, memory.total_mb, leases.length === 1);
+    setText(this.together, together(leases, promised));
+    setHidden(this.together, leases.length < 2);
+  }
+}
+
+class Bar {
+  constructor(name, kind) {
+    this.value = make("span", "value");
+    this.fill = make("span", "fill");
+    this.promise = make("span", "promise");
+    this.promise.hidden = true;
+    this.track = make("span", `track ${kind}`, this.promise, this.fill);
+    setAttribute(this.track, "role", "meter");
+    setAttribute(this.track, "aria-label", name);
+    setAttribute(this.track, "aria-valuemin", "0");
+    setAttribute(this.track, "aria-valuemax", "100");
+    const label = make("span", "label", name);
+    // The track says it all to those who listen.
+    for (const each of [label, this.value]) setAttribute(each, "aria-hidden", "true");
+    this.element = make("p", "bar", label, this.track, this.value);
+    this.shown = undefined;
+  }
+
+  move(percentage) {
+    if (percentage === this.shown) return;
+    this.shown = percentage;
+    this.fill.style.transform = `scaleX(${Math.min(100, percentage ?? 0) / 100})`;
+  }
+
+  write(percentage, text) {
+    this.move(percentage);
+    setText(this.value, text);
+    const isKnown = percentage !== null && percentage !== undefined;
+    this.track.classList.toggle("unknown", !isKnown);
+    setAttribute(this.track, "aria-valuenow", isKnown ? String(Math.round(percentage)) : "0");
+    setAttribute(this.track, "aria-valuetext", text.includes("–") ? "not known" : text.replace("/", "of"));
+  }
+
+  /** Up to where memory is promised. */
+  mark(percentage) {
+    const isShown = percentage !== null;
+    setHidden(this.promise, !isShown);
+    if (isShown && percentage !== this.marked) {
+      this.marked = percentage;
+      this.promise.style.width = `${Math.min(100, percentage)}%`;
+    }
+  }
+}
+
+/** What is promised of this GPU in all; who named no amount was promised the whole. */
+function promisedMegabytes(leases, total) {
+  if (leases.length === 0) return null;
+  return leases.reduce((sum, lease) => sum + (lease.memory_mb ?? total ?? 0), 0);
+}
+
+/** What each of several uses cannot be told from what the others use. */
+function together(leases, promised) {
+  const used = Math.max(...leases.map((lease) => lease.memory_used_mb ?? NaN));
+  return Number.isFinite(used) ? `Together they use ${gigabytes(used)} of ${gigabytes(promised)} GB promised` : "";
+}
+
+/** Where many have to fit, without what never changes. */
+function facts(row, isShort) {
+  const found = [degrees(row.temperature_c), watts(row.power?.draw_w, isShort ? null : row.power?.limit_w)];
+  if (row.mig_devices?.length) found.push(count(row.mig_devices.length, "MIG device", "MIG devices"));
+  found.push(row.processes ? count(row.processes.length, "process", "processes") : "processes not seen");
+  return found.join(" · ");
+}
+
+/** People know what NVIDIA is. */
+function shortened(name) {
+  return (name ?? "unknown").replace(/^NVIDIA (GeForce )?/, "");
+}

@@ -1,0 +1,58 @@
+// Which of a few conditions a GPU is in, and why: what the card says in one word, and what the numbers above count.
+
+import { count, duration } from "./words.js";
+import { now } from "./pool_state.js";
+
+/** A GPU without a lease that does more than this is somebody's all the same. */
+const QUIET_PERCENT = 10;
+
+/** `kind` is one of free, held, outside, trouble; `word` is for people, `why` perhaps empty. */
+export function conditionOf(gpu, leases, host) {
+  const row = gpu.row;
+  if (gpu.missingSince !== null) {
+    return trouble("Missing", `not among the last readings, for ${duration((now() - gpu.missingSince) / 1000)}`);
+  }
+  if (row.fault) return trouble("Fault", row.fault);
+  const quarantined = leases.find((lease) => lease.quarantine || lease.state === "quarantined");
+  if (quarantined) {
+    const { reason, seconds } = quarantined.quarantine ?? { reason: "its holder has lost it", seconds: 0 };
+    const since = (seconds ?? 0) + (now() - (quarantined.seenAt ?? now())) / 1000;
+    return trouble("Quarantined", `for ${duration(since)}: ${reason ?? "no reason was told"}`);
+  }
+  if (leases.length > 0) {
+    if (leases.every((lease) => lease.state === "offered")) return { kind: "held", word: "Offered", why: "" };
+    const isShared = leases.some((lease) => lease.share);
+    return { kind: "held", word: isShared ? "Shared" : "Held", why: staleness(host) };
+  }
+  if (host.isStale) return trouble("Stale", staleness(host) || "nothing is known of it yet");
+  if (host.ledgerProblem !== null) return trouble("Unknown", "whether somebody holds it cannot be told");
+  if (isInUse(row)) return { kind: "outside", word: "In use", why: outsiders(row) };
+  return { kind: "free", word: "Free", why: "" };
+}
+
+function trouble(word, why) {
+  return { kind: "trouble", word, why };
+}
+
+function staleness(host) {
+  const age = host.ageSeconds();
+  if (!host.isStale || age === null) return "";
+  return `last read ${duration(age)} ago`;
+}
+
+function isInUse(row) {
+  const isBusy = (row.utilization_percent ?? 0) >= QUIET_PERCENT || (row.memory?.usage_percent ?? 0) >= QUIET_PERCENT;
+  return isBusy || (row.processes?.length ?? 0) > 0;
+}
+
+/** Who is on a GPU that nobody was promised. */
+function outsiders(row) {
+  const processes = row.processes ?? [];
+  if (processes.length === 0) return "without a lease; its processes cannot be seen";
+  const names = processes.slice(0, 2).map((process) => {
+    const name = (process.name ?? `process ${process.pid}`).split("/").at(-1);
+    return process.user ? `${name} of ${process.user}` : name;
+  });
+  const more = processes.length - names.length;
+  return `without a lease: ${names.join(", ")}${more > 0 ? ` and ${count(more, "more", "more")}` : ""}`;
+}

@@ -1,0 +1,73 @@
+// The other hosts of the fleet, as this host's server sees them: the browser asks nobody but it.
+
+import { addEvent, addLeaseEvent } from "./event_list.js";
+import { now, Host } from "./pool_state.js";
+import { askQuietly } from "./server.js";
+
+const INTERVAL_SECONDS = 2;
+/** Until the first answers are there. */
+const FIRST_SECONDS = 0.5;
+
+/** Calls `show(hosts)` with all of them whenever something was heard. */
+export async function followOtherHosts(show) {
+  const hosts = new Map();
+  let hasHistory = false;
+  for (;;) {
+    const answer = document.visibilityState === "visible" ? await askQuietly("dashboard/peers") : null;
+    if (answer !== null) {
+      for (const peer of answer.peers) {
+        if (!hosts.has(peer.name)) hosts.set(peer.name, newHost(peer));
+        take(hosts.get(peer.name), peer);
+      }
+      const names = new Set(answer.peers.map((peer) => peer.name));
+      for (const name of hosts.keys()) {
+        // This host itself, as it turned out.
+        if (!names.has(name)) hosts.delete(name);
+      }
+      show([...hosts.values()]);
+    }
+    const isAsking = answer?.peers.some((peer) => peer.status === "asking") ?? false;
+    if (answer !== null && !isAsking && !hasHistory) {
+      hasHistory = true;
+      const history = await askQuietly("dashboard/peers/history");
+      for (const [name, past] of Object.entries(history?.peers ?? {})) hosts.get(name)?.takeHistory(past);
+    }
+    await new Promise((resolve) => setTimeout(resolve, 1000 * (isAsking ? FIRST_SECONDS : INTERVAL_SECONDS)));
+  }
+}
+
+function newHost(peer) {
+  return new Host(peer.name, { isOwn: false, url: peer.url, intervalSeconds: INTERVAL_SECONDS });
+}
+
+function take(host, peer) {
+  const wasReachable = host.problem === null;
+  host.problem = peer.status === "silent" ? peer.problem : null;
+  if (wasReachable && host.problem !== null) addEvent("trouble", "Silent", `${host.name}: ${host.problem}`);
+  if (!wasReachable && host.problem === null) addEvent("free", "Back", `${host.name} answers again`);
+  if (host.problem !== null || peer.health === undefined) return;
+  host.health = peer.health;
+  const age = (peer.sample_age_seconds ?? 0) + (peer.answered_seconds_ago ?? 0);
+  // What it said before is said again until it was asked again.
+  if (host.saidAt !== undefined && Math.abs(now() - peer.answered_seconds_ago * 1000 - host.saidAt) < 300) return;
+  host.saidAt = now() - peer.answered_seconds_ago * 1000;
+  if (peer.sample_age_seconds !== null) host.takeStats({ gpus: peer.gpus, sample_age_seconds: age });
+  tellLeases(host, peer.leases);
+  host.takeLeases(peer.leases);
+  host.takeQueue(peer.queue, peer.waiting);
+}
+
+/** It has no stream here: what came and went is seen by comparing. */
+function tellLeases(host, rows) {
+  if (host.leases === null || rows === null) return;
+  if (host.hasBeenSeen) {
+    for (const row of rows) {
+      if (!host.leases.has(row.lease_id)) addLeaseEvent({ change: "granted", lease: row }, host);
+    }
+    const ids = new Set(rows.map((row) => row.lease_id));
+    for (const lease of host.leases.values()) {
+      if (!ids.has(lease.lease_id)) addLeaseEvent({ change: "ended", lease }, host);
+    }
+  }
+  host.hasBeenSeen = true;
+}

@@ -1,0 +1,159 @@
+// What is known of the hosts: their GPUs, leases and queues, and since when. It knows nothing of how that is shown.
+
+const CHART_POINTS = 90;
+/** So many seconds of silence are usual: longer ones are a gap in the chart, and make what is shown stale. */
+const USUAL_INTERVALS = 3;
+
+export function now() {
+  // Not the time since the page was opened: that stands still while a laptop sleeps.
+  return Date.now();
+}
+
+export function gpuKey(gpu) {
+  return gpu.uuid ?? `index ${gpu.gpu_id}`;
+}
+
+export class Host {
+  constructor(name, { isOwn, url = null, intervalSeconds = 1 }) {
+    this.name = name;
+    this.key = isOwn ? "" : name;
+    this.isOwn = isOwn;
+    this.url = url;
+    this.intervalSeconds = intervalSeconds;
+    this.health = { status: null, error: null };
+    /** Why nothing is heard from it; null while something is. */
+    this.problem = null;
+    /** When the newest readings were taken, in milliseconds of this browser's clock; null before the first. */
+    this.readAt = null;
+    /** By key: `{ key, row, chart, missingSince }`. */
+    this.gpus = new Map();
+    /** By id, with `since`: when it was granted. Null where this host cannot tell. */
+    this.leases = new Map();
+    /** Why nobody knows who holds what; null while it is known. */
+    this.ledgerProblem = null;
+    this.queue = [];
+    this.waiting = 0;
+  }
+
+  get chartSeconds() {
+    return CHART_POINTS * Math.max(this.intervalSeconds, 1);
+  }
+
+  ageSeconds() {
+    return this.readAt === null ? null : Math.max(0, (now() - this.readAt) / 1000);
+  }
+
+  /** Whether what is shown of its GPUs may not be true any more. */
+  get isStale() {
+    const age = this.ageSeconds();
+    const usual = Math.max(5, USUAL_INTERVALS * this.intervalSeconds + 2);
+    return age === null || age > usual || this.problem !== null || ["degraded", "unhealthy"].includes(this.health.status);
+  }
+
+  takeStats(stats) {
+    this.readAt = now() - (stats.sample_age_seconds ?? 0) * 1000;
+    const seen = new Set();
+    for (const row of stats.gpus) {
+      const key = gpuKey(row);
+      seen.add(key);
+      let gpu = this.gpus.get(key);
+      if (gpu === undefined) {
+        gpu = { key, row, chart: new Chart(), missingSince: null };
+        this.gpus.set(key, gpu);
+      }
+      gpu.row = row;
+      gpu.missingSince = null;
+      gpu.chart.add(this.readAt / 1000, row.utilization_percent, row.memory?.usage_percent ?? null, this);
+    }
+    for (const gpu of this.gpus.values()) {
+      if (!seen.has(gpu.key)) gpu.missingSince ??= now();
+    }
+  }
+
+  /** What `/gpu/history` told, put before what has been seen since. */
+  takeHistory(history) {
+    const newest = now() / 1000 - (history.sample_age_seconds ?? 0);
+    for (const past of history.gpus ?? []) {
+      const gpu = this.gpus.get(gpuKey(past));
+      const readings = past.readings ?? [];
+      if (gpu === undefined || readings.length === 0) continue;
+      // Only differences count: the server's clock, and its zone, may be any.
+      const last = Date.parse(readings.at(-1).timestamp);
+      const live = gpu.chart;
+      gpu.chart = new Chart();
+      const liveFrom = live.times[0] ?? Infinity;
+      for (const reading of readings) {
+        const at = newest - (last - Date.parse(reading.timestamp)) / 1000;
+        if (Number.isFinite(at) && at < liveFrom - 0.3) {
+          gpu.chart.add(at, reading.utilization_percent, reading.memory_usage_percent, this);
+        }
+      }
+      live.times.forEach((at, i) => gpu.chart.add(at, live.utilization[i], live.memory[i], this));
+    }
+  }
+
+  takeLeases(rows) {
+    this.leases = rows === null ? null : new Map(rows.map((row) => [row.lease_id, withSince(row)]));
+  }
+
+  takeLease(row) {
+    (this.leases ??= new Map()).set(row.lease_id, withSince(row));
+  }
+
+  endLease(leaseId) {
+    this.leases?.delete(leaseId);
+  }
+
+  takeQueue(rows, waiting = rows.length) {
+    const at = now();
+    this.queue = rows.map((row) => ({ ...row, since: at - (row.waiting_seconds ?? 0) * 1000 }));
+    this.waiting = waiting;
+  }
+
+  /** By GPU, its leases; MIG devices count as the GPU they are part of. */
+  leasesByGPU() {
+    const parents = new Map();
+    for (const gpu of this.gpus.values()) {
+      for (const device of gpu.row.mig_devices ?? []) parents.set(device.uuid, gpu.key);
+    }
+    const found = new Map();
+    for (const lease of this.leases?.values() ?? []) {
+      const keys = new Set((lease.gpus ?? []).map((held) => parents.get(held.uuid) ?? gpuKey(held)));
+      for (const key of keys) {
+        if (!found.has(key)) found.set(key, []);
+        found.get(key).push(lease);
+      }
+    }
+    return found;
+  }
+}
+
+function withSince(row) {
+  return { ...row, seenAt: now(), since: now() - (row.held_seconds ?? 0) * 1000 };
+}
+
+/** The last readings of one GPU. */
+class Chart {
+  times = [];
+  utilization = [];
+  memory = [];
+
+  add(at, utilization, memory, host) {
+    const last = this.times.at(-1);
+    if (last !== undefined && at <= last) return;
+    // Where nothing was read for a while, nothing is drawn.
+    if (last !== undefined && at - last > USUAL_INTERVALS * host.intervalSeconds + 1) this.#push(last + 0.001, null, null);
+    this.#push(at, utilization ?? null, memory ?? null);
+    while (this.times[1] < at - host.chartSeconds || this.times.length > 2 * CHART_POINTS) {
+      this.times.shift();
+      this.utilization.shift();
+      this.memory.shift();
+    }
+  }
+
+  #push(at, utilization, memory) {
+    this.times.push(at);
+    this.utilization.push(utilization);
+    this.memory.push(memory);
+  }
+}

@@ -1,0 +1,90 @@
+// Who waits, for what, for how long, and why, GPU by GPU.
+
+import { byId, make, makeButton, setAttribute, setHidden, setText, showEach } from "./dom.js";
+import { now } from "./pool_state.js";
+import { count, duration, nameOf } from "./words.js";
+
+const views = new Map();
+
+/** The first so many are listed; the number above is of all. */
+const MOST_LISTED = 100;
+
+export function showQueue(hosts, removal) {
+  const isAlone = hosts.length === 1;
+  const waiting = hosts.reduce((sum, host) => sum + host.waiting, 0);
+  const items = hosts.flatMap((host) => host.queue.map((row, i) => ({ row, host, isAlone, isFirst: i === 0 })));
+  setText(byId("queue-count"), waiting > 0 ? String(waiting) : "");
+  setHidden(byId("queue-empty"), waiting > 0);
+  showEach(
+    byId("queue"), views, items.slice(0, MOST_LISTED),
+    ({ row, host }) => `${host.key} ${row.request_id}`,
+    (item) => new WaiterLine(removal, item.isFirst),
+  );
+}
+
+class WaiterLine {
+  #row = null;
+  #reasons = new Map();
+
+  constructor(removal, isOpen) {
+    this.removal = removal;
+    this.position = make("span", "position");
+    this.name = make("strong", "name");
+    this.label = make("span", "note");
+    this.time = make("span", "time");
+    this.summary = make("p", "summary");
+    this.gpus = make("ul", "reasons");
+    // It scrolls, and so must do by keyboard.
+    this.gpus.tabIndex = 0;
+    this.reasonsTitle = make("summary", "", "GPU by GPU");
+    this.details = make("details", "", this.reasonsTitle, this.gpus);
+    // What the next one waits for is what people look for.
+    this.details.open = isOpen;
+    this.details.addEventListener("toggle", () => this.#showReasons());
+    this.button = makeButton("Remove…", () => removal.ask(this.#row));
+    this.element = make(
+      "li", "waiter",
+      make("div", "waiter-head", this.position, make("span", "who-line", this.name, " ", this.label), this.time),
+      this.summary, this.details, this.button,
+    );
+  }
+
+  /** What is folded away is not kept up to date. */
+  #showReasons() {
+    if (!this.details.open) return;
+    const reasons = (this.#row.reasons ?? []).slice(1).map((text, i) => ({ text, i }));
+    showEach(this.gpus, this.#reasons, reasons, (each) => each.i, () => new Reason());
+  }
+
+  update({ row, host, isAlone }) {
+    this.#row = row;
+    setAttribute(this.element, "data-request", row.request_id);
+    setText(this.position, String(row.position ?? ""));
+    setText(this.name, nameOf(row));
+    setText(this.label, [row.label, isAlone ? null : `on ${host.name}`].filter(Boolean).join(" · "));
+    setText(this.time, duration((now() - row.since) / 1000));
+    const summary = row.reasons?.[0];
+    setText(this.summary, summary ?? `wants ${count(row.count ?? 1, "GPU", "GPUs")}`);
+    setHidden(this.details, !(row.reasons?.length > 1));
+    this.#showReasons();
+    setHidden(this.button, !(host.isOwn && this.removal.isPossible()));
+    setAttribute(this.button, "aria-label", `Remove the request of ${nameOf(row)}`);
+    setAttribute(this.gpus, "aria-label", "GPU by GPU");
+    setAttribute(this.reasonsTitle, "aria-label", `Why ${nameOf(row)} waits, GPU by GPU`);
+  }
+}
+
+class Reason {
+  constructor() {
+    this.gpu = make("strong", "");
+    this.why = make("span", "");
+    this.element = make("li", "", this.gpu, " ", this.why);
+  }
+
+  /** "GPU 3: held by ana for 12 s": what is before the colon is the GPU. */
+  update({ text }) {
+    const [, gpu, why] = /^(GPU \S+): (.*)$/s.exec(text) ?? [null, "", text];
+    setText(this.gpu, gpu);
+    setText(this.why, why);
+  }
+}

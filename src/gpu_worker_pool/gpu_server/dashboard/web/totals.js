@@ -1,0 +1,48 @@
+// The numbers to be read from across the room.
+
+import { byId, make, setAttribute, setText } from "./dom.js";
+import { conditionOf } from "./gpu_condition.js";
+
+const NUMBERS = [
+  ["free", "Free"],
+  ["held", "Held"],
+  ["outside", "In use"],
+  ["trouble", "Trouble"],
+  ["waiting", "Waiting"],
+];
+const shown = new Map();
+
+export function showTotals(hosts) {
+  const numbers = { free: 0, held: 0, outside: 0, trouble: 0, waiting: 0 };
+  let gpus = 0;
+  for (const host of hosts) {
+    const leases = host.leasesByGPU();
+    numbers.waiting += host.waiting;
+    for (const gpu of host.gpus.values()) {
+      gpus += 1;
+      numbers[conditionOf(gpu, leases.get(gpu.key) ?? [], host).kind] += 1;
+    }
+  }
+  for (const [kind, name] of NUMBERS) {
+    if (!shown.has(kind)) {
+      const number = make("dd", "number");
+      const label = make("dt", "", make("span", "sign"), kind === "waiting" ? link(name, "#queue-title") : name);
+      if (kind === "outside") label.append(make("span", "wide", "without a lease"));
+      const tile = make("div", "total", number, label);
+      setAttribute(tile, "data-kind", kind);
+      shown.set(kind, { tile, number });
+      byId("totals").append(tile);
+    }
+    const { tile, number } = shown.get(kind);
+    setText(number, String(numbers[kind]));
+    tile.classList.toggle("none", numbers[kind] === 0);
+  }
+  return { ...numbers, gpus };
+}
+
+/** On a phone the queue is far below. */
+function link(text, target) {
+  const anchor = make("a", "", text);
+  anchor.href = target;
+  return anchor;
+}

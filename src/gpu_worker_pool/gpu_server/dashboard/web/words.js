@@ -1,0 +1,70 @@
+// Numbers as people read them. What is not known is a dash, never a zero.
+
+const UNKNOWN = "–";
+
+export function gigabytes(megabytes) {
+  if (megabytes === null || megabytes === undefined) return UNKNOWN;
+  const amount = megabytes / 1024;
+  return amount < 9.95 ? amount.toFixed(1).replace(/\.0$/, "") : String(Math.round(amount));
+}
+
+export function percent(value) {
+  return value === null || value === undefined ? UNKNOWN : `${Math.round(value)} %`;
+}
+
+export function degrees(value) {
+  return value === null || value === undefined ? `${UNKNOWN} °C` : `${Math.round(value)} °C`;
+}
+
+export function watts(draw, limit) {
+  if (draw === null || draw === undefined) return `${UNKNOWN} W`;
+  return limit ? `${Math.round(draw)} / ${Math.round(limit)} W` : `${Math.round(draw)} W`;
+}
+
+/** How long ago the readings were taken. */
+export function age(seconds) {
+  return seconds < 2 ? "read just now" : `read ${duration(seconds)} ago`;
+}
+
+/** "7 s", "12 min", "2 h 5 min", "3 d 4 h": two parts at most. */
+export function duration(seconds) {
+  const whole = Math.max(0, Math.floor(seconds));
+  if (whole < 60) return `${whole} s`;
+  const minutes = Math.floor(whole / 60);
+  if (minutes < 60) return `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  if (hours < 24) return minutes % 60 ? `${hours} h ${minutes % 60} min` : `${hours} h`;
+  const days = Math.floor(hours / 24);
+  return hours % 24 ? `${days} d ${hours % 24} h` : `${days} d`;
+}
+
+export function count(number, one, many) {
+  return `${number} ${number === 1 ? one : many}`;
+}
+
+const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
+
+export function timeOfDay(milliseconds) {
+  return clock.format(milliseconds);
+}
+
+const dayAndClock = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
+
+export function momentOf(milliseconds) {
+  // To the second it is never the same twice, seen from here.
+  return dayAndClock.format(1000 * Math.round(milliseconds / 1000));
+}
+
+/** How somebody who holds or waits is called: as they call themselves, else by their user, else by their request. */
+export function nameOf(holder) {
+  return holder.worker_id || (holder.user ? `user ${holder.user}` : "") || (holder.request_id || holder.lease_id || "somebody").slice(0, 16);
+}
+
+/** "GPU 3" or "GPUs 1, 2 and 5". */
+export function gpuNames(gpus) {
+  const numbers = (gpus ?? []).map((gpu) => String(gpu.gpu_id ?? "?"));
+  if (numbers.length === 0) return "no GPU";
+  if (numbers.length === 1) return `GPU ${numbers[0]}`;
+  if (numbers.length > 8) return `${numbers.length} GPUs`;
+  return `GPUs ${numbers.slice(0, -1).join(", ")} and ${numbers.at(-1)}`;
+}

@@ -1,0 +1,74 @@
+"""Several hosts on one page, in a real browser: each with its health, and one that is down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.dashboard.looking import KEYS, looking, take, words
+from tests.fakes.http_server import HostileServer, answer_json, refusing_url
+from tests.server_process import ServerProcess, free_port
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+HOSTILE = '<img src=x onerror="window.hacked=1">'
+
+
+def test_hosts_with_their_health_and_one_that_is_down(browser: Browser, tmp_path: Path) -> None:
+    other = ServerProcess(tmp_path / "other", GPU_BACKEND="simulated:2", API_PREFIX="/gpus", **KEYS)
+    with other, refusing_url() as down:
+        port = free_port()
+        # The same list for all: the server finds itself in it.
+        peers = f"gpu-2={other.url}, gpu-3={down}, myself=http://127.0.0.1:{port}"
+        own = ServerProcess(tmp_path / "own", GPU_BACKEND="simulated:2", GPU_POOL_PEERS=peers, PORT=str(port), **KEYS)
+        own.port = port
+        take(other, worker_id="far-away", label="on the other host", count=2)
+        with own, looking(browser, own) as look:
+            look.wait_for(".host[data-host='gpu-2'] .gpu[data-gpu='1'][data-word='Held']")
+            look.wait_for(".host[data-host='gpu-2'] .holder", "far-away on the other host")
+            look.wait_for(".host[data-host='gpu-2'] .health", "Healthy, 2 GPUs")
+            look.wait_for(".host[data-host='gpu-3'] .health", "Not reachable")
+            assert "connection refused" in look.page.locator(".host[data-host='gpu-3'] .host-problem").inner_text()
+            look.wait_for(".host[data-host='myself']", state="detached")
+            assert look.page.locator(".host").count() == 3
+            eventually(lambda: (look.totals()["held"], look.totals()["free"]) == (2, 2))
+            take(other, worker_id="next")
+            waiter = look.wait_for(".waiter", "next on gpu-2")
+            look.wait_for(".waiter .reasons li", "GPU 1 held by far-away")
+            look.wait_for("#events li", "Silent")
+            look.keep("fleet")
+            # Only what is on this host can be changed here.
+            look.use_key()
+            take(own, worker_id="near")
+            look.wait_for(".host .holder:has-text('near') button")
+            assert look.page.locator(".host[data-host='gpu-2'] button:visible").count() == 0
+            assert waiter.locator("button:visible").count() == 0
+            other.kill()
+            look.wait_for(".host[data-host='gpu-2'] .health", "Not reachable")
+            look.wait_for(".host[data-host='gpu-2'] .holder", "far-away")
+            look.keep("fleet-silent")
+
+
+def test_a_peer_cannot_put_markup_on_the_page(browser: Browser, tmp_path: Path) -> None:
+    gpu = {"gpu_id": 0, "name": HOSTILE, "uuid": HOSTILE, "fault": HOSTILE, "memory": None, "processes": None}
+    said = {
+        "gpus": [gpu, {"gpu_id": 1, "name": ["not", "a", "name"], "memory": "all of it", "power": 7}, "nonsense"],
+        "sample_age_seconds": 0.1,
+        "status": "degraded",
+        "error": HOSTILE,
+        "leases": [{"lease_id": HOSTILE, "worker_id": HOSTILE, "label": HOSTILE, "gpus": [{"gpu_id": 1}], "state": {}}],
+        "queue": [{"request_id": HOSTILE, "worker_id": HOSTILE, "reasons": [HOSTILE, HOSTILE], "waiting_seconds": "x"}],
+        "host_id": HOSTILE,
+    }
+    with HostileServer(answer_json(said)) as hostile:
+        settings = {"GPU_BACKEND": "simulated:1", "GPU_POOL_PEERS": f"evil={hostile.url}"}
+        with ServerProcess(tmp_path, **settings) as own, looking(browser, own) as look:
+            look.wait_for(".host[data-host='evil'] .gpu[data-gpu='0'][data-word='Fault']", HOSTILE)
+            look.wait_for(".host[data-host='evil'] .gpu[data-gpu='1']", "unknown")
+            look.wait_for(".host[data-host='evil'] .host-problem", HOSTILE)
+            look.wait_for(".waiter .summary", HOSTILE)
+            assert look.page.locator("body img").count() == 0
+            assert look.page.evaluate("window.hacked") is None
+            assert HOSTILE in words(look.page.locator(".host[data-host='evil']").inner_text())

@@ -1,0 +1,260 @@
+"""The live page in a real browser: what people see of GPUs, leases and the queue, and when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.dashboard.looking import KEYS, Look, give_all_back, give_back, give_up, looking, take, words
+from tests.fakes.nvidia_smi import FakeNvidiaSMI, healthy_gpu
+from tests.server_process import ServerProcess
+from tests.waiting import eventually
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+HOSTILE = '<img src=x onerror="window.hacked=1">'
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("page")
+    with ServerProcess(folder, GPU_BACKEND="simulated:8", ACCESS_LOG="false", **KEYS) as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: ServerProcess) -> Iterator[ServerProcess]:
+    yield running
+    give_all_back(running)
+
+
+@pytest.fixture
+def look(browser: Browser, server: ServerProcess) -> Iterator[Look]:
+    with looking(browser, server) as opened:
+        opened.wait_until_live(8)
+        yield opened
+
+
+# --- at a glance ---
+
+
+def test_each_gpu_is_shown_with_what_it_does(look: Look) -> None:
+    assert look.page.locator(".gpu").count() == 8
+    card = look.gpu(3)
+    text = words(card.inner_text())
+    for part in ("GPU 3", "Simulated GPU 24GB", "Free", "Memory", "0 / 24 GB", "Compute", "0 %", "34 °C", "21 / 320 W"):
+        assert part in text, part
+    assert card.locator("canvas").count() == 1
+    assert look.totals() == {"free": 8, "held": 0, "outside": 0, "trouble": 0, "waiting": 0}
+    assert look.page.title().startswith("8/8 free")
+
+
+def test_a_lease_appears_within_a_second_and_vanishes(look: Look, server: ServerProcess) -> None:
+    lease = take(server, worker_id="alice", label="night run")
+    begun = time.monotonic()
+    index = lease["gpus"][0]["gpu_id"]
+    holder = look.wait_for(f".gpu[data-gpu='{index}'] .holder", seconds=1)
+    assert time.monotonic() - begun < 1
+    assert words(holder.inner_text()).startswith("alice night run for ")
+    look.wait_for_word(index, "Held", seconds=1)
+    # It has loaded its model: what it uses of what it was promised is told, too.
+    look.wait_for(f".gpu[data-gpu='{index}'] .holder", "uses 18 of 24 GB promised", seconds=8)
+    look.keep("held")
+    give_back(server, lease)
+    begun = time.monotonic()
+    look.wait_for(f".gpu[data-gpu='{index}'] .holder", seconds=1, state="detached")
+    assert time.monotonic() - begun < 1
+    look.wait_for_word(index, "Free")
+    assert "Granted GPU" in look.events()
+    assert "Released GPU" in look.events()
+    assert sum(url.endswith("/events") for url in look.asked) == 1, "one stream a page"
+
+
+def test_those_who_share_a_gpu_are_all_named(look: Look, server: ServerProcess) -> None:
+    wish = {"memory_mb": 8192, "share": True, "only": [5]}
+    for name in ("ben", "eva"):
+        take(server, worker_id=name, **wish)
+    look.wait_for_word(5, "Shared")
+    look.wait_for(".gpu[data-gpu='5'] .holder", "eva")
+    text = words(look.gpu(5).inner_text())
+    assert "ben for" in text
+    assert "eva for" in text
+    assert text.count("8 GB promised") == 2
+    look.wait_for(".gpu[data-gpu='5']", "Together they use 16 of 16 GB promised", seconds=8)
+
+
+def test_several_gpus_of_one_lease(look: Look, server: ServerProcess) -> None:
+    lease = take(server, worker_id="dora", count=2)
+    for held in lease["gpus"]:
+        look.wait_for_word(held["gpu_id"], "Held")
+        look.wait_for(f".gpu[data-gpu='{held['gpu_id']}']", "48 GB promised on 2 GPUs", seconds=8)
+    assert look.totals()["held"] == 2
+
+
+# --- the queue ---
+
+
+def test_the_queue_explains_itself_gpu_by_gpu(look: Look, server: ServerProcess) -> None:
+    all_of_them = take(server, worker_id="first", count=8)
+    waiting = take(server, worker_id="second", label="has to wait", count=3)
+    waiter = look.wait_for(".waiter", "second", seconds=2)
+    look.wait_for(".waiter .reasons li", "GPU 7 held by first", seconds=3)
+    text = words(waiter.inner_text())
+    assert text.startswith("1 second has to wait")
+    assert "3 GPUs: next in line" in text
+    assert look.page.locator(".waiter .reasons li").count() == 8
+    assert look.totals()["waiting"] == 1
+    assert "Waiting second (has to wait) for 3 GPUs" in look.events()
+    look.keep("queue")
+    give_up(server, waiting)
+    look.wait_for("#queue-empty", "Nobody waits.", seconds=2)
+    assert look.page.locator(".waiter").count() == 0
+    give_back(server, all_of_them)
+
+
+def test_many_who_wait_can_be_opened_one_by_one(look: Look, server: ServerProcess) -> None:
+    take(server, worker_id="first", count=8)
+    for number in range(3):
+        take(server, worker_id=f"waiter-{number}")
+    look.wait_for(".waiter:nth-child(3)", seconds=3)
+    look.page.locator(".waiter:nth-child(2) summary").click()
+    look.wait_for(".waiter:nth-child(2) .reasons li", "GPU 0 held by first", seconds=3)
+
+
+# --- nothing that anybody says becomes markup ---
+
+
+def test_a_hostile_label_is_text(look: Look, server: ServerProcess) -> None:
+    take(server, label=HOSTILE, worker_id="eve", count=8)
+    take(server, label=HOSTILE, worker_id="eve")
+    look.use_key()
+    for selector in (".holder", ".waiter", "#events li"):
+        look.wait_for(selector, HOSTILE)
+    look.wait_for(".gpu[data-gpu='0'] .holder button").click()
+    look.wait_for("#confirm-text", HOSTILE)
+    look.keep("hostile-label")
+    look.page.keyboard.press("Escape")
+    assert look.page.locator("body img").count() == 0
+    assert look.page.evaluate("window.hacked") is None
+
+
+def test_hostile_names_of_gpus_and_processes_are_text(browser: Browser, tmp_path: Path) -> None:
+    smi = FakeNvidiaSMI(tmp_path)
+    gpu = healthy_gpu(0, name="<b>GPU</b>", memory_used="9000")
+    smi.set_gpus(gpu)
+    smi.set_processes((gpu["uuid"], 1, "<script>hacked=1</script>", 9000))
+    with ServerProcess(tmp_path, GPU_BACKEND="nvidia-smi", **smi.env) as server, looking(browser, server) as look:
+        look.wait_for_word(0, "In use")
+        assert "<b>GPU</b>" in look.gpu(0).inner_text()
+        assert "without a lease: " in look.gpu(0).inner_text()
+        assert look.page.locator(".gpu b, .gpu script").count() == 0
+
+
+# --- what is wrong is said, and why ---
+
+
+def test_a_lost_gpu_and_a_driver_that_hangs(browser: Browser, tmp_path: Path) -> None:
+    smi = FakeNvidiaSMI(tmp_path)
+    smi.set_gpus(healthy_gpu(0), healthy_gpu(1), healthy_gpu(2))
+    settings = {"GPU_BACKEND": "nvidia-smi", "REFRESH_INTERVAL": "0.2", **smi.env}
+    with ServerProcess(tmp_path, **settings) as server, looking(browser, server) as look:
+        look.wait_for_word(1, "Free")
+        smi.set_gpus(healthy_gpu(0), dict.fromkeys(healthy_gpu(1), "[GPU is lost]") | {"index": "1"})
+        look.wait_for_word(1, "Fault")
+        look.wait_for_word(2, "Missing")
+        assert "lost" in words(look.gpu(1).inner_text())
+        assert "not among the last readings" in words(look.gpu(2).inner_text())
+        assert "Fault GPU 1" in look.events()
+        look.wait_for_word(0, "Free")
+        smi.hang(60)
+        look.wait_for_word(0, "Stale", seconds=15)
+        notice = look.wait_for("#notice").inner_text()
+        assert "The last readings are" in notice
+        assert "the driver has not answered" in notice
+        look.keep("trouble")
+
+
+def test_a_quarantine_says_why(browser: Browser, tmp_path: Path) -> None:
+    settings = {"GPU_BACKEND": "simulated:2,linger=100", **KEYS}
+    with ServerProcess(tmp_path, **settings) as server, looking(browser, server) as look:
+        look.wait_until_live(2)
+        lease = take(server, worker_id="gone", ttl_seconds=2)
+        index = lease["gpus"][0]["gpu_id"]
+        look.wait_for_word(index, "Quarantined", seconds=12)
+        assert "not renewed in time" in words(look.gpu(index).inner_text())
+        assert "Expired gone has lost GPU" in words(look.events())
+        # An administrator may end it.
+        look.use_key()
+        look.wait_for(".holder button").click()
+        look.wait_for("#confirm-title", "End the quarantine")
+        look.page.click("#confirm-yes")
+        look.wait_for(".holder", state="detached")
+
+
+def test_an_idle_holder_is_called_so(browser: Browser, tmp_path: Path) -> None:
+    smi = FakeNvidiaSMI(tmp_path)
+    smi.set_gpus(healthy_gpu(0, utilization_gpu="0"))
+    settings = {"GPU_BACKEND": "nvidia-smi", "GPU_POOL_IDLE_AFTER": "1", **smi.env}
+    with ServerProcess(tmp_path, **settings) as server, looking(browser, server) as look:
+        look.wait_until_live(1)
+        take(server, worker_id="asleep")
+        look.wait_for(".holder .tag", "idle for", seconds=8)
+        look.wait_for("#events li", "Idle asleep has let GPU 0 idle for", seconds=3)
+
+
+def test_no_gpu_is_called_free_while_the_ledger_cannot_be_read(browser: Browser, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, GPU_BACKEND="simulated:1"):
+        (ledger,) = (tmp_path / "state").glob("ledger-*.db")
+    for file in (tmp_path / "state").glob("ledger-*"):
+        file.unlink()
+    ledger.write_bytes(b"this is no database at all" * 200)
+    with ServerProcess(tmp_path, GPU_BACKEND="simulated:1") as server, looking(browser, server) as look:
+        look.wait_for_word(0, "Unknown")
+        look.wait_for("#notice", "Who holds what cannot be told")
+        # And why not, in the server's words.
+        eventually(lambda: ledger.name in look.page.locator("#notice").inner_text())
+
+
+def test_outsiders_are_named(browser: Browser, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, GPU_BACKEND="simulated:8,seed=7") as server, looking(browser, server) as look:
+        look.wait_for(".gpu[data-kind='outside']", "without a lease: outsider", seconds=20)
+        assert look.totals()["outside"] > 0
+        look.keep("outsiders")
+
+
+# --- connected or not ---
+
+
+def test_disconnected_and_connected_again(browser: Browser, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, GPU_BACKEND="simulated:4") as server, looking(browser, server) as look:
+        look.wait_until_live(4)
+        assert look.page.locator("#notice").is_hidden()
+        server.kill()
+        notice = look.wait_for("#notice", seconds=3)
+        assert "Disconnected since" in notice.inner_text()
+        assert look.page.locator("#connection").inner_text() == "Disconnected"
+        assert "Disconnected" in look.page.locator("[role=status]").inner_text()
+        ages = [eventually(lambda: words(notice.inner_text()).partition("What you see is ")[2])]
+        eventually(lambda: words(notice.inner_text()).partition("What you see is ")[2] != ages[0])
+        # What it says of a GPU cannot be relied on any more.
+        look.wait_for_word(0, "Stale", seconds=12)
+        look.keep("disconnected")
+        server.start()
+        look.wait_for("#notice", state="hidden", seconds=15)
+        look.wait_until_live(4)
+        look.wait_for_word(0, "Free")
+        assert "Connected to the server again" in words(look.events())
+
+
+def test_under_a_prefix(browser: Browser, tmp_path: Path) -> None:
+    settings = {"GPU_BACKEND": "simulated:1", "API_PREFIX": "/host/7"}
+    with ServerProcess(tmp_path, **settings) as server, looking(browser, server) as look:
+        look.wait_until_live(1)
+        lease = take(server, worker_id="alice")
+        look.wait_for_word(0, "Held", seconds=2)
+        give_back(server, lease)
