@@ -37,6 +37,13 @@ _OURS = [
     "LOG_FORMAT",
     "GPU_BACKEND",
     "GPU_POOL_STATE_DIR",
+    "GPU_POOL_API_KEYS",
+    "GPU_POOL_ADMIN_KEYS",
+    "GPU_POOL_OPEN_ON_LOOPBACK",
+    "GPU_POOL_HOSTS",
+    "GPU_POOL_IDLE_AFTER",
+    "GPU_POOL_MOST_WAITING",
+    "GPU_POOL_PEERS",
 ]
 START_SECONDS = 30.0
 
@@ -123,7 +130,24 @@ class ServerProcess:
         return f"http://127.0.0.1:{self.port}{self.prefix}"
 
     def get(self, path: str, *, method: str = "GET", timeout: float = 10, **headers: str) -> Reply:
-        request = urllib.request.Request(self.url + path, method=method, headers=headers)
+        return self.ask(method, path, headers=headers, timeout=timeout)
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 40,
+    ) -> Reply:
+        """`body`: bytes as they are, anything else as JSON."""
+        sent = dict(headers or {})
+        data = body
+        if body is not None:
+            sent = {"Content-Type": "application/json"} | sent
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, sent, method=method)
         try:
             with urllib.request.urlopen(request, timeout=timeout) as reply:
                 return Reply(reply.status, reply.headers, reply.read())

@@ -24,7 +24,7 @@ from tests.server_process import ServerProcess
 from tests.waiting import eventually
 
 import gpu_worker_pool
-from gpu_worker_pool.gpu_server import ServerSettings, schemas
+from gpu_worker_pool.gpu_server import ServerSettings, answers, lease_schemas, schemas
 from gpu_worker_pool.gpu_server.settings import read_environment
 from gpu_worker_pool.hardware.readers.choose import make_reader
 
@@ -32,7 +32,22 @@ PAGE = (Path(__file__).parents[2] / "docs" / "SERVER.md").read_text(encoding="ut
 #: What the page is about: two cards, one of them at work.
 FIRST_UUID, SECOND_UUID = "GPU-6ec5c1a2-4a1f-4d0b-9f57-0d6c2f6c1b10", "GPU-0b7a9d44-93c5-4a57-8a3e-5f1f5b1d7e21"
 #: Differ from one moment, or one machine, to the next.
-VOLATILE = ("timestamp", "sample_age_seconds", "user", "host", "port", "reload", "gpu_backend")
+VOLATILE = (
+    "timestamp",
+    "sample_age_seconds",
+    "user",
+    "host",
+    "port",
+    "reload",
+    "gpu_backend",
+    "lease_id",
+    "fence",
+    "granted_at",
+    "expires_at",
+    "expires_in_seconds",
+    "GPU_POOL_LEASE_ID",
+    "token",
+)
 
 
 class Block(NamedTuple):
@@ -146,7 +161,11 @@ def test_curl(server: ServerProcess, block: Block) -> None:
     )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    if "jq" in block.text:
+    if "token" in answer:
+        # The page's other answers are of a server on which nothing is promised.
+        token = {"X-Lease-Token": answer["token"]}
+        assert server.ask("DELETE", f"/leases/{answer['lease_id']}", headers=token).status == 200
+    if "jq .gpu_filtering" in block.text:
         assert answer == server.get("/config").json["gpu_filtering"]
         return
     (following,) = BLOCKS[block.number + 1 : block.number + 2]
@@ -386,8 +405,43 @@ def test_every_variable_is_in_its_table_with_its_default() -> None:
     del fields["GPU_POOL_STATE_DIR"]  # its default is a search, and has a section of its own
     for name, default in fields.items():
         said = rows[name][1].strip("`")
-        shown = {"true": True, "empty": "", "not set": None}.get(said, said)
+        shown = {"true": True, "empty": "", "not set": None, "none": ()}.get(said, said)
         assert shown == default or said == str(default), name
+
+
+def test_every_field_of_a_request_is_in_its_table_with_its_default() -> None:
+    rows = [row for row in table_rows(section("`POST /leases`: ask")) if len(row) == 4][1:]
+    names = [(name, row[1].split(", ")) for row in rows for name in re.findall(r"`(\w+)`", row[0])]
+    fields = lease_schemas.LeaseRequest.model_fields
+    assert sorted(name for name, _ in names) == sorted(fields)
+    for name, defaults in names:
+        default = fields[name].default
+        said = {text.strip("`") for text in defaults}
+        if default is not None:
+            assert {str(default).lower(), f"{default:g}" if isinstance(default, float) else ""} & said, name
+
+
+def test_every_refusal_is_in_its_table() -> None:
+    """Each with its status: those that are told, and no others."""
+    said = {
+        (int(row[0]), code) for row in table_rows(section("Refusals"))[1:] for code in re.findall(r"`(\w+)`", row[1])
+    }
+    assert said == refusals_in_code()
+
+
+def refusals_in_code() -> set[tuple[int, str]]:
+    found = {(status, code) for _, status, code in answers._REFUSALS}
+    package = Path(gpu_worker_pool.__file__).parent / "gpu_server"
+    for file in package.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            given = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            if node.func.id == "Refusal" and len(given) >= 2:
+                found.add((given[0], given[1]))
+            elif node.func.id == "_unauthorized":
+                found.add((401, given[0]))
+    return {(status, code) for status, code in found if isinstance(code, str)}
 
 
 def names_in_tables(heading: str) -> set[str]:
@@ -396,6 +450,7 @@ def names_in_tables(heading: str) -> set[str]:
 
 
 STATS = "`/gpu/stats`: everything known of every GPU"
+ASKING = "`POST /leases`: ask"
 #: Where the fields of an answer are explained; what other routes share with `/gpu/stats` is explained there.
 EXPLAINED: list[tuple[type[BaseModel], tuple[str, ...]]] = [
     (schemas.Home, ("`/`: what there is",)),
@@ -413,6 +468,10 @@ EXPLAINED: list[tuple[type[BaseModel], tuple[str, ...]]] = [
     (schemas.HistoryReading, (STATS, "`/gpu/history`: the last readings")),
     (schemas.HealthBody, ("`/health`: can it be relied on",)),
     (schemas.FilteringConfig, ("`/config`: how it is configured",)),
+    (schemas.LeasesConfig, ("`/config`: how it is configured",)),
+    (schemas.Promise, (STATS,)),
+    (lease_schemas.GrantedLease, (ASKING,)),
+    (lease_schemas.LeaseRow, (ASKING, "`GET /leases` and `GET /queue`: look")),
 ]
 
 

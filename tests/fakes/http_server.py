@@ -143,6 +143,8 @@ class HostileServer:
     tls: ssl.SSLContext | None = None
     #: Accept, and do not even begin TLS.
     is_deaf: bool = False
+    #: Where to listen; 0 for any that is free.
+    at_port: int = 0
     #: The requests so far, each up to its empty line.
     requests: list[bytes] = field(default_factory=list, init=False)
     connections: int = field(default=0, init=False)
@@ -150,7 +152,7 @@ class HostileServer:
     stopping: threading.Event = field(default_factory=threading.Event, init=False)
 
     def __enter__(self) -> Self:
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self._listener = socket.create_server(("127.0.0.1", self.at_port), backlog=128)
         self.port: int = self._listener.getsockname()[1]
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()

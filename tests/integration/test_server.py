@@ -70,7 +70,7 @@ def test_home(server: ServerProcess) -> None:
         "/redoc": "ReDoc API documentation",
     }
     assert home["endpoints"].items() >= documented.items()
-    assert home["features"] == ["history", "metrics", "events"]
+    assert home["features"] == ["history", "metrics", "events", "dashboard", "leases"]
     for path in home["endpoints"].keys() - {"/events"}:
         assert server.get(path).status == 200, path
 
@@ -101,6 +101,7 @@ def test_config(server: ServerProcess) -> None:
             "total_system_gpus": 3,
             "visible_gpu_count": 3,
         },
+        "leases": {"open_to": ["loopback"], "idle_after": 1800.0, "most_waiting": 1000},
     }
 
 
@@ -125,6 +126,7 @@ def test_stats(server: ServerProcess) -> None:
         "processes": [],
         "mig_enabled": False,
         "mig_devices": [],
+        "leases": [],
     }
 
 
@@ -164,6 +166,7 @@ def test_summary_sums_and_averages_what_is_known(server: ServerProcess) -> None:
         "fault": None,
         "reports_utilization": True,
         "process_count": 0,
+        "leased": False,
     }
     assert (rows[2]["memory_usage_percent"], rows[2]["utilization_percent"]) == (None, None)
 
@@ -254,6 +257,9 @@ def test_metrics_are_in_base_units_and_leave_out_what_is_unknown(server: ServerP
         "gpu_pool_gpu_memory_free_bytes",
         "gpu_pool_gpu_processes",
         "gpu_pool_gpu_healthy",
+        "gpu_pool_gpu_leases",
+        "gpu_pool_gpu_promised_bytes",
+        "gpu_pool_gpu_lease_used_bytes",
     }
     assert "openmetrics-text" in server.get("/metrics", Accept="application/openmetrics-text").headers["content-type"]
 
@@ -325,7 +331,7 @@ def test_bad_settings_are_named_and_the_server_starts(tmp_path: Path) -> None:
 
 def test_nothing_secret_is_ever_shown(tmp_path: Path) -> None:
     secrets = {
-        "GPU_POOL_API_KEYS": "hunter2-key",
+        "GPU_POOL_API_KEYS": "hunter2-key,hunter2-key-that-is-long-enough",
         "GPU_POOL_ADMIN_KEYS": "hunter2-admin",
         "AWS_SECRET_ACCESS_KEY": "hunter2-aws",
         "DATABASE_URL": "postgres://u:hunter2@db",

@@ -15,16 +15,26 @@ from typing import TYPE_CHECKING, Any
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
+from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.gpu_server.api_docs import add_docs
+from gpu_worker_pool.gpu_server.dashboard.page import host_id
+from gpu_worker_pool.gpu_server.dashboard.peers import Fleet
 from gpu_worker_pool.gpu_server.events import EventStream
 from gpu_worker_pool.gpu_server.hot import HotFastAPI
+from gpu_worker_pool.gpu_server.lease_api import LeaseAPI
+from gpu_worker_pool.gpu_server.lease_events import LeaseNews
 from gpu_worker_pool.gpu_server.logs import log_like_a_server
 from gpu_worker_pool.gpu_server.routes import add_routes, health_event, snapshot_event
 from gpu_worker_pool.gpu_server.rows import driver_facts
+from gpu_worker_pool.gpu_server.security import Doorkeeper
 from gpu_worker_pool.gpu_server.settings import ServerSettings
 from gpu_worker_pool.gpu_server.view import Health, HostView
 from gpu_worker_pool.hardware.host import host_sampler
+from gpu_worker_pool.lease_desk import LeaseDesk
+from gpu_worker_pool.ledger.host import open_host_ledger
+from gpu_worker_pool.state_directory import state_directory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -34,6 +44,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.hardware.readers import Reader
     from gpu_worker_pool.hardware.samples import Sample
+    from gpu_worker_pool.ledger import Ledger, Tell
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +65,11 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
         log_like_a_server(settings)
         loop = asyncio.get_running_loop()
         stream = EventStream()
+        state_dir = _chosen_folder(settings)
 
         def take(sample: Sample) -> None:
             view.take(sample)
+            desk.take(sample)
             if (shown := view.usable()) is not None and shown.sample is sample:
                 stream.publish_snapshot(lambda: snapshot_event(shown))
 
@@ -66,26 +79,46 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
             keep=settings.max_history,
             # The only crossing from the sampler's thread to the loop's.
             on_sample=lambda sample: loop.call_soon_threadsafe(take, sample),
-            state_dir=settings.gpu_pool_state_dir,
+            state_dir=state_dir,
             reader=reader,
+            holders=lambda: desk.holders,
         )
+
+        def open_ledger(tell: Tell) -> Ledger:
+            leases.has_place = _can_have_folder(state_dir)
+            return open_host_ledger(settings.gpu_backend, _pool_settings(settings), tell, state_dir=state_dir)
+
+        desk = LeaseDesk(open_ledger, sampler.want_fresh, idle_after_seconds=settings.gpu_pool_idle_after)
+        news = LeaseNews(desk, stream)
         view = HostView(
             lambda: sampler.seen,
             visible_devices=settings.cuda_visible_devices,
             interval_seconds=settings.refresh_interval,
             max_history=settings.max_history,
+            see_promises=news.promises,
         )
+        leases = LeaseAPI(desk, Doorkeeper(settings), view, settings.api_prefix)
+        news.follow(view.promises_changed)
+        await desk.start()
         sampler.start()
         await asyncio.to_thread(sampler.wait_until_up_to_date, FIRST_SAMPLE_SECONDS)
         _log_start(settings, view)
-        app.serve_from(view, stream)
-        with _told_of_signals(lambda: loop.call_soon_threadsafe(stream.stop)):
-            watch = asyncio.create_task(_watch_health(view, stream))
+        fleet = Fleet(settings.gpu_pool_peers, host_id(settings, state_dir))
+        app.serve_from(view, stream, leases, news, fleet)
+
+        def stop_waiting() -> None:
+            stream.stop()
+            desk.stop_listening()
+
+        with _told_of_signals(lambda: loop.call_soon_threadsafe(stop_waiting)):
+            watch = asyncio.create_task(_watch(view, stream, news))
             try:
                 yield
             finally:
                 watch.cancel()
-                stream.stop()
+                stop_waiting()
+                await fleet.close()
+                await desk.stop()
                 await asyncio.to_thread(sampler.stop)
 
     app = HotFastAPI(
@@ -104,6 +137,7 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
     add_routes(app, settings)
     add_docs(app, settings.docs_url, settings.redoc_url)
     app.add_exception_handler(404, _not_found)
+    app.add_exception_handler(405, _not_allowed)
     return app
 
 
@@ -116,15 +150,49 @@ async def _not_found(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": detail}, status_code=404)
 
 
+async def _not_allowed(request: Request, _error: Exception) -> JSONResponse:
+    """The router knows of the first route with this path only; each method has its own."""
+    found = [route for route in request.app.routes if isinstance(route, Route)]
+    methods = {
+        name for route in found if route.matches(request.scope)[0] is not Match.NONE for name in route.methods or ()
+    }
+    allowed = ", ".join(sorted(methods))
+    detail = f"{request.method} is not for {request.url.path}: {allowed} are"
+    return JSONResponse({"detail": detail}, status_code=405, headers={"allow": allowed})
+
+
+def _chosen_folder(settings: ServerSettings) -> str | None:
+    """Where readings and leases are kept, found once, so that it is said once; None where there is none now."""
+    try:
+        return str(state_directory(settings.gpu_pool_state_dir))
+    except OSError:
+        return settings.gpu_pool_state_dir
+
+
+def _can_have_folder(chosen: str | None) -> bool:
+    try:
+        state_directory(chosen)
+    except OSError:
+        return False
+    return True
+
+
+def _pool_settings(settings: ServerSettings) -> PoolSettings:
+    return PoolSettings(
+        poll_seconds=settings.refresh_interval, most_waiting_of_an_account=settings.gpu_pool_most_waiting
+    )
+
+
 # --- while it runs ---
 
 
-async def _watch_health(view: HostView, stream: EventStream) -> None:
+async def _watch(view: HostView, stream: EventStream, news: LeaseNews) -> None:
     told = view.health()
     logged_at: dict[tuple[str, str | None], float] = {}
     while True:
         await asyncio.sleep(HEALTH_SECONDS)
         stream.keep_alive()
+        news.look_for_idle()
         health = view.health()
         if (health.status, health.code) != (told.status, told.code):
             stream.publish(health_event(health))

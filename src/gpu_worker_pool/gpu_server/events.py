@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.responses import Response
 
+from gpu_worker_pool.gpu_server.connected import until_gone
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -42,6 +44,10 @@ class EventStream:
         self._is_stopped = False
         self._published_at = self._loop.time()
 
+    @property
+    def has_listeners(self) -> bool:
+        return bool(self._listeners)
+
     def publish_snapshot(self, make: Callable[[], bytes]) -> None:
         """In the place of one that was not sent yet; `make` is called only if somebody listens."""
         if not self._listeners:
@@ -72,7 +78,7 @@ class EventStream:
         """`first` says what is now; it is asked in the moment from which on everything is told."""
         listener = _Listener()
         # `send` never says that nobody reads any more.
-        watch = asyncio.create_task(_until_gone(receive))
+        watch = asyncio.create_task(until_gone(receive))
         watch.add_done_callback(lambda _: listener.wake())
         self._listeners.add(listener)
         chunk = _RETRY + first()
@@ -117,11 +123,6 @@ class _Listener:
     def wake(self) -> None:
         if self.waiting is not None and not self.waiting.done():
             self.waiting.set_result(None)
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class EventStreamResponse(Response):

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 
 from gpu_worker_pool import __version__
+from gpu_worker_pool.gpu_server.lease_metrics import lease_metrics
 from gpu_worker_pool.gpu_server.rows import driver_facts
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.gpu_server.view import HostView, Shown
     from gpu_worker_pool.hardware.samples import GPUSample
+    from gpu_worker_pool.lease_desk import LeaseDesk
 
 _BYTES_PER_MB: Final = 1024 * 1024
 
@@ -52,17 +54,18 @@ _GAUGES: Final[tuple[tuple[str, str, Callable[[GPUSample], float | None]], ...]]
 )
 
 
-def render(view: HostView, accept: str) -> tuple[bytes, str]:
+def render(view: HostView, desk: LeaseDesk, accept: str) -> tuple[bytes, str]:
     """The page and its content type, in the format that was asked for."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(view))
+    registry.register(_Collector(view, desk))
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
 
 
 class _Collector:
-    def __init__(self, view: HostView) -> None:
+    def __init__(self, view: HostView, desk: LeaseDesk) -> None:
         self._view = view
+        self._desk = desk
 
     def describe(self) -> list[Metric]:
         return []
@@ -73,8 +76,10 @@ class _Collector:
         yield build
         yield from self._sampling()
         # What is too old to be told by the other routes is not told here either.
-        if (shown := self._view.usable()) is not None:
+        shown = self._view.usable()
+        if shown is not None:
             yield from _gpus(shown)
+        yield from lease_metrics(self._desk, () if shown is None else shown.visibility.gpus)
 
     def _sampling(self) -> Iterator[Metric]:
         health = self._view.health()

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import HTTPException, Query, Request, Response
 
 from gpu_worker_pool.gpu_server import schemas
+from gpu_worker_pool.gpu_server.compression import compressed
+from gpu_worker_pool.gpu_server.dashboard.page import add_dashboard
 from gpu_worker_pool.gpu_server.events import EventStreamResponse, event, json_event
+from gpu_worker_pool.gpu_server.lease_routes import LEASE_ROUTES, add_lease_routes
 from gpu_worker_pool.gpu_server.metrics import render
 from gpu_worker_pool.gpu_server.rows import driver_facts
 from gpu_worker_pool.gpu_server.view import Answer
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from gpu_worker_pool.gpu_server.hot import HotFastAPI
+    from gpu_worker_pool.gpu_server.lease_api import LeaseAPI
     from gpu_worker_pool.gpu_server.settings import ServerSettings
     from gpu_worker_pool.gpu_server.view import Health, HostView, Kind, Shown
     from gpu_worker_pool.hardware.samples import GPUSample
@@ -39,8 +43,10 @@ _HOME = {
     "/config": "Get server configuration",
     "/metrics": "Metrics for Prometheus",
     "/events": "Stream of snapshots (server-sent events)",
+    "/dashboard": "Live page, for people",
+    **LEASE_ROUTES,
 }
-FEATURES = ["history", "metrics", "events"]
+FEATURES = ["history", "metrics", "events", "dashboard"]
 
 
 def add_routes(app: HotFastAPI, settings: ServerSettings) -> None:
@@ -56,38 +62,44 @@ def add_routes(app: HotFastAPI, settings: ServerSettings) -> None:
         add(path, endpoint, model, summary=summary, name=kind, responses=_UNAVAILABLE)
         app.hot[settings.api_prefix + path] = kind
 
-    async def home() -> dict[str, Any]:
-        """What this server offers."""
+    async def home(request: Request) -> dict[str, Any]:
+        """What this server offers, to you: `leases` is among the features for callers that can have them."""
         endpoints = {settings.api_prefix + path: what for path, what in _HOME.items()}
         endpoints |= {settings.docs_url: "Swagger API documentation", settings.redoc_url: "ReDoc API documentation"}
-        return {"message": settings.title, "version": settings.version, "endpoints": endpoints, "features": FEATURES}
+        features = [*FEATURES, "leases"] if app.leases.are_offered_to(request.scope) else FEATURES
+        return {"message": settings.title, "version": settings.version, "endpoints": endpoints, "features": features}
 
     async def config() -> dict[str, Any]:
         """How it is configured: these settings, and nothing else of the environment."""
-        return _config(settings, app.view)
+        return _config(settings, app.view, app.leases)
 
     async def health() -> dict[str, Any]:
         """Always 200; `status` says whether the readings can be relied on, `error` why not."""
         return _health(app.view)
 
     async def history(
+        request: Request,
         gpu_id: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="Only this GPU.")] = None,
         limit: Annotated[int | None, Query(ge=1, le=10_000, description="Only the newest so many readings.")] = None,
     ) -> Response:
         """The last readings of every GPU that is shown, oldest first."""
-        return _as_json(_history(app.view, gpu_id, limit))
+        return await compressed(request, _as_json(_history(app.view, gpu_id, limit)))
 
     async def metrics(request: Request) -> Response:
         """In the text format of Prometheus, or as OpenMetrics where that is asked for."""
-        body, content_type = render(app.view, request.headers.get("accept", ""))
+        body, content_type = render(app.view, app.leases.desk, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     async def events() -> Response:
-        """`snapshot`: what `/gpu/stats` answers, with every sample. `health`: when it changes, and at the beginning."""
+        """`snapshot`: what `/gpu/stats` answers, with every sample. `health`: when it changes, and at the beginning.
+
+        `leases`: all leases and who waits, at the beginning. `lease` and `queue`: what happens to them.
+        """
 
         def first() -> bytes:
             shown = app.view.usable()
-            return health_event(app.view.health()) + (b"" if shown is None else snapshot_event(shown))
+            snapshot = b"" if shown is None else snapshot_event(shown)
+            return health_event(app.view.health()) + app.news.first() + snapshot
 
         return EventStreamResponse(app.events, first)
 
@@ -101,6 +113,8 @@ def add_routes(app: HotFastAPI, settings: ServerSettings) -> None:
     formats: dict[str, Any] = {"text/plain": {}, "application/openmetrics-text": {}}
     add("/metrics", metrics, responses={200: {"content": formats}}, response_class=Response)
     add("/events", events, responses={200: {"content": {"text/event-stream": {}}}}, response_class=Response)
+    add_lease_routes(app, settings.api_prefix)
+    add_dashboard(app, settings)
 
 
 def snapshot_event(shown: Shown) -> bytes:
@@ -115,7 +129,7 @@ def _as_json(answer: Answer) -> Response:
     return Response(answer.body, answer.status, media_type="application/json")
 
 
-def _config(settings: ServerSettings, view: HostView) -> dict[str, Any]:
+def _config(settings: ServerSettings, view: HostView, leases: LeaseAPI) -> dict[str, Any]:
     visibility = view.shown.visibility if view.shown is not None else None
     return {
         "server": {
@@ -145,6 +159,11 @@ def _config(settings: ServerSettings, view: HostView) -> dict[str, Any]:
             "filtering_active": visibility is not None and visibility.is_filtering,
             "total_system_gpus": None if visibility is None else visibility.total_gpus,
             "visible_gpu_count": None if visibility is None else len(visibility.gpus),
+        },
+        "leases": {
+            "open_to": leases.open_to,
+            "idle_after": settings.gpu_pool_idle_after,
+            "most_waiting": settings.gpu_pool_most_waiting,
         },
     }
 

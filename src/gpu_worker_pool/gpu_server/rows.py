@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any
 from gpu_worker_pool.hardware.samples import DriverAnswer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from gpu_worker_pool.core.readings import ProcessReading
     from gpu_worker_pool.hardware.samples import GPUSample, MIGSample, Sample
 
+    #: By GPU or MIG device, the leases on it; None where the ledger cannot be read.
+    Promises = Mapping[str, Sequence[dict[str, Any]]] | None
 
-def stats_body(sample: Sample, gpus: Sequence[GPUSample]) -> dict[str, Any]:
+
+def stats_body(sample: Sample, gpus: Sequence[GPUSample], promises: Promises) -> dict[str, Any]:
     return {
         "gpu_count": len(gpus),
-        "gpus": [_stats_row(gpu) for gpu in gpus],
+        "gpus": [_stats_row(gpu, promises) for gpu in gpus],
         "timestamp": sample.timestamp,
         **driver_facts(sample),
     }
@@ -28,7 +31,7 @@ def driver_facts(sample: Sample | None) -> dict[str, Any]:
     return {"backend": sample.answer.backend, "driver_version": sample.answer.driver_version}
 
 
-def summary_body(sample: Sample, gpus: Sequence[GPUSample]) -> dict[str, Any]:
+def summary_body(sample: Sample, gpus: Sequence[GPUSample], promises: Promises) -> dict[str, Any]:
     # Used memory of a GPU whose total is unknown would make the whole look fuller than it can be.
     both = [gpu for gpu in gpus if gpu.memory_total_mb is not None and gpu.memory_used_mb is not None]
     total_of_both = _sum(gpu.memory_total_mb for gpu in both)
@@ -42,12 +45,12 @@ def summary_body(sample: Sample, gpus: Sequence[GPUSample]) -> dict[str, Any]:
         if total_of_both and used is not None
         else None,
         "average_utilization_percent": round(sum(utilizations) / len(utilizations), 2) if utilizations else None,
-        "gpus_summary": [_summary_row(gpu) for gpu in gpus],
+        "gpus_summary": [_summary_row(gpu, promises) for gpu in gpus],
         "timestamp": sample.timestamp,
     }
 
 
-def count_body(sample: Sample, gpus: Sequence[GPUSample]) -> dict[str, Any]:
+def count_body(sample: Sample, gpus: Sequence[GPUSample], _promises: Promises) -> dict[str, Any]:
     return {"gpu_count": len(gpus), "timestamp": sample.timestamp}
 
 
@@ -63,7 +66,16 @@ def history_row(sample: Sample, gpu: GPUSample) -> dict[str, Any]:
     }
 
 
-def _stats_row(gpu: GPUSample) -> dict[str, Any]:
+def _leases_on(gpu: GPUSample, promises: Promises) -> list[dict[str, Any]] | None:
+    """Also those on its MIG devices: whoever takes the whole card takes theirs too."""
+    if promises is None:
+        return None
+    names = [gpu.identity, *(mig.uuid for mig in gpu.mig_devices)]
+    # One lease may have several of its devices.
+    return list({lease["lease_id"]: lease for name in names for lease in promises.get(name, ())}.values())
+
+
+def _stats_row(gpu: GPUSample, promises: Promises) -> dict[str, Any]:
     return {
         "gpu_id": gpu.index,
         "name": gpu.name,
@@ -91,10 +103,11 @@ def _stats_row(gpu: GPUSample) -> dict[str, Any]:
             }
             for mig in gpu.mig_devices
         ],
+        "leases": _leases_on(gpu, promises),
     }
 
 
-def _summary_row(gpu: GPUSample) -> dict[str, Any]:
+def _summary_row(gpu: GPUSample, promises: Promises) -> dict[str, Any]:
     return {
         "gpu_id": gpu.index,
         "name": gpu.name,
@@ -107,6 +120,8 @@ def _summary_row(gpu: GPUSample) -> dict[str, Any]:
         "reports_utilization": gpu.reports_utilization,
         # Whoever decides about a GPU that cannot report utilization needs to know whether somebody is on it.
         "process_count": None if gpu.processes is None else len(gpu.processes),
+        # Whoever assigns without the ledger keeps off what it is known to have promised.
+        "leased": bool(_leases_on(gpu, promises)),
     }
 
 

@@ -40,6 +40,14 @@ class MIGDevice(BaseModel):
     processes: list[Process] | None
 
 
+class Promise(BaseModel):
+    lease_id: str
+    worker_id: str
+    label: str | None
+    state: Literal["offered", "held", "quarantined"]
+    user: str | None = Field(description="Of a program that asks without a server; null for others.")
+
+
 class GPU(BaseModel):
     gpu_id: int
     name: str
@@ -56,6 +64,7 @@ class GPU(BaseModel):
     processes: list[Process] | None = Field(description="Null where they may not be seen.")
     mig_enabled: bool
     mig_devices: list[MIGDevice]
+    leases: list[Promise] | None = Field(description="To whom it is promised; null where the ledger cannot be read.")
 
 
 class Stats(BaseModel):
@@ -84,6 +93,7 @@ class SummaryRow(BaseModel):
     fault: str | None
     reports_utilization: bool
     process_count: int | None
+    leased: bool = Field(description="Whether it is known to be promised to somebody.")
 
 
 class Summary(BaseModel):
@@ -176,8 +186,15 @@ class FilteringConfig(BaseModel):
     visible_gpu_count: int | None
 
 
+class LeasesConfig(BaseModel):
+    open_to: list[Literal["loopback", "keys"]]
+    idle_after: float
+    most_waiting: int
+
+
 class Config(BaseModel):
     server: ServerConfig
     api: APIConfig
     monitoring: MonitoringConfig
     gpu_filtering: FilteringConfig
+    leases: LeasesConfig

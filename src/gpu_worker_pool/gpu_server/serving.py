@@ -28,6 +28,8 @@ def serve(settings: ServerSettings) -> None:
     _allow_many_connections()
     shown = f"[{settings.host}]" if ":" in settings.host else settings.host
     logger.info("GPU statistics on http://%s:%d%s/", shown, settings.port, settings.api_prefix)
+    reached = "localhost" if settings.host in ("0.0.0.0", "::") else shown  # noqa: S104  # compared, not bound
+    logger.info("live page on http://%s:%d%s/dashboard", reached, settings.port, settings.api_prefix)
     uvicorn.run(
         "gpu_worker_pool.gpu_server:app",
         host=settings.host,

@@ -9,15 +9,18 @@ import logging
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from dotenv import dotenv_values
 
+from gpu_worker_pool.gpu_server.peer_list import read_peers
 from gpu_worker_pool.hardware.readers.choose import check_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from gpu_worker_pool.config import EndpointConfig
 
 logger = logging.getLogger(__name__)
 
@@ -32,17 +35,24 @@ OWN_PATHS: Final = (
     "",
     "/",
     "/config",
+    "/dashboard",
     "/events",
     "/gpu/count",
     "/gpu/history",
     "/gpu/stats",
     "/gpu/summary",
     "/health",
+    "/leases",
     "/metrics",
     "/openapi.json",
+    "/queue",
 )
 _TRUE: Final = frozenset({"true", "1", "yes", "on"})
 _FALSE: Final = frozenset({"false", "0", "no", "off"})
+#: Shorter ones can be guessed.
+SHORTEST_KEY: Final = 16
+_KEY: Final = re.compile(r"[!-~]+")
+_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,253}|\[?[0-9A-Fa-f:.]+\]?")
 _PATH: Final = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
 
 
@@ -161,6 +171,31 @@ def _parse_log_format(text: str) -> str:
     return text
 
 
+def _parse_hosts(text: str) -> tuple[str, ...]:
+    names = _words(text)
+    for name in names:
+        if not _HOST_NAME.fullmatch(name):
+            raise ValueError("expected names of this host without a port, such as gpu1.example.org")
+    return tuple(name.strip("[]") for name in names)
+
+
+def _words(text: str) -> list[str]:
+    return list(dict.fromkeys(re.split(r"[\s,]+", text.strip(" ,"))))
+
+
+def _get_keys(name: str, env: Mapping[str, str], complain: Callable[[str], object]) -> tuple[str, ...]:
+    """Those that can be used; of the others only the number is told, as they may be somebody's secret all the same."""
+    text = env.get(name, "").strip()
+    keys = _words(text) if text else []
+    good = tuple(key for key in keys if len(key) >= SHORTEST_KEY and _KEY.fullmatch(key))
+    if len(good) < len(keys):
+        complain(
+            f"{name}: {len(keys) - len(good)} of {len(keys)} keys cannot be used (expected {SHORTEST_KEY} or more "
+            "characters of ASCII, commas or blanks between keys): doing without them"
+        )
+    return good
+
+
 # --- all of them ---
 
 
@@ -190,6 +225,19 @@ class ServerSettings:
     gpu_backend: str = "auto"
     #: Where processes of this host meet; None for where they usually do.
     gpu_pool_state_dir: str | None = None
+    #: Who may have leases from elsewhere, and whose may end anybody's: secrets, shown nowhere.
+    gpu_pool_api_keys: tuple[str, ...] = field(default=(), repr=False)
+    gpu_pool_admin_keys: tuple[str, ...] = field(default=(), repr=False)
+    #: Whether programs on this host need no key.
+    gpu_pool_open_on_loopback: bool = True
+    #: Further names by which programs on this host may call it.
+    gpu_pool_hosts: tuple[str, ...] = ()
+    #: After how many seconds without load a holder is called idle.
+    gpu_pool_idle_after: float = 1800.0
+    #: How many requests one key, or all programs on this host together, may have waiting.
+    gpu_pool_most_waiting: int = 1000
+    #: Servers of other hosts that the live page shows, too.
+    gpu_pool_peers: tuple[EndpointConfig, ...] = ()
 
     @classmethod
     def from_environment(
@@ -234,4 +282,13 @@ class ServerSettings:
             cuda_visible_devices=None if visible is None else _printable(visible),
             gpu_pool_state_dir=get("GPU_POOL_STATE_DIR", cls.gpu_pool_state_dir, str),
             gpu_backend=get("GPU_BACKEND", cls.gpu_backend, check_backend),
+            gpu_pool_api_keys=_get_keys("GPU_POOL_API_KEYS", env, complain),
+            gpu_pool_admin_keys=_get_keys("GPU_POOL_ADMIN_KEYS", env, complain),
+            gpu_pool_open_on_loopback=get("GPU_POOL_OPEN_ON_LOOPBACK", cls.gpu_pool_open_on_loopback, _parse_bool),
+            gpu_pool_hosts=get("GPU_POOL_HOSTS", cls.gpu_pool_hosts, _parse_hosts),
+            gpu_pool_idle_after=get("GPU_POOL_IDLE_AFTER", cls.gpu_pool_idle_after, _within(_parse_float, 1, 1e9)),
+            gpu_pool_most_waiting=get(
+                "GPU_POOL_MOST_WAITING", cls.gpu_pool_most_waiting, _within(_parse_int, 1, 1_000_000)
+            ),
+            gpu_pool_peers=read_peers("GPU_POOL_PEERS", env.get("GPU_POOL_PEERS", ""), complain),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from gpu_worker_pool.gpu_server.rows import count_body, history_row, stats_body, summary_body
@@ -16,6 +16,7 @@ from gpu_worker_pool.hardware.visibility import Visibility, VisibilityFilter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpu_worker_pool.gpu_server.rows import Promises
     from gpu_worker_pool.hardware.samples import Sample
 
 Status = Literal["healthy", "degraded", "unhealthy"]
@@ -24,7 +25,7 @@ Kind = Literal["stats", "summary", "count"]
 #: However short the interval, this old may a sample be and still be told.
 USABLE_SECONDS: Final = 15.0
 
-_BODIES: Final[dict[Kind, Callable[[Sample, Any], dict[str, Any]]]] = {
+_BODIES: Final[dict[Kind, Callable[[Sample, Any, Promises], dict[str, Any]]]] = {
     "stats": stats_body,
     "summary": summary_body,
     "count": count_body,
@@ -38,16 +39,17 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One sample as it is shown. A body is built when it is first asked for, and then kept."""
+    """One sample and what is promised, as they are shown. A body is built when it is first asked for, and then kept."""
 
     sample: Sample
     visibility: Visibility
+    see_promises: Callable[[], Promises]
     _bodies: dict[Kind, bytes] = field(default_factory=dict)
 
     def body(self, kind: Kind, now: float) -> bytes:
         opening = self._bodies.get(kind)
         if opening is None:
-            body = _BODIES[kind](self.sample, self.visibility.gpus)
+            body = _BODIES[kind](self.sample, self.visibility.gpus, self.see_promises())
             # Without the last brace: the age comes behind it, anew for everybody who asks.
             opening = self._bodies[kind] = _as_bytes(body)[:-1]
         return b'%b,"sample_age_seconds":%.3f}' % (opening, max(now - self.sample.begun_at, 0.0))
@@ -64,7 +66,7 @@ class Health:
 
 
 class HostView:
-    """`see` says what is known at this moment of the sampler, `clock` what time it is."""
+    """`see` says what is known at this moment of the sampler, `see_promises` of the ledger, `clock` what time it is."""
 
     def __init__(
         self,
@@ -74,6 +76,7 @@ class HostView:
         interval_seconds: float = 1.0,
         max_history: int = 100,
         clock: Callable[[], float] = boot_time,
+        see_promises: Callable[[], Promises] = lambda: None,
     ) -> None:
         self.filter = VisibilityFilter(visible_devices)
         self.shown: Shown | None = None
@@ -81,17 +84,23 @@ class HostView:
         self.history: deque[dict[str, bytes]] = deque(maxlen=max_history)
         self.nvidia_smi_available = nvidia_smi_available()
         self._see = see
+        self._see_promises = see_promises
         self._clock = clock
         self._usable_seconds = max(USABLE_SECONDS, TAKE_OVER_INTERVALS * interval_seconds)
         self._expected_seconds = TAKE_OVER_INTERVALS * interval_seconds + 1.0
 
     def take(self, sample: Sample) -> None:
         if isinstance(sample.answer, DriverAnswer):
-            self.shown = Shown(sample, self.filter.apply(sample.answer.gpus))
+            self.shown = Shown(sample, self.filter.apply(sample.answer.gpus), self._see_promises)
             gpus = self.shown.visibility.gpus
             self.history.append({gpu.identity: _as_bytes(history_row(sample, gpu)) for gpu in gpus})
         else:
             self.nvidia_smi_available = nvidia_smi_available()
+
+    def promises_changed(self) -> None:
+        """The sample is the same, the bodies are not."""
+        if self.shown is not None:
+            self.shown = replace(self.shown, _bodies={})
 
     # --- what routes ask ---
 

@@ -29,6 +29,13 @@ DEFAULTS = {
     "cuda_visible_devices": None,
     "gpu_backend": "auto",
     "gpu_pool_state_dir": None,
+    "gpu_pool_api_keys": (),
+    "gpu_pool_admin_keys": (),
+    "gpu_pool_open_on_loopback": True,
+    "gpu_pool_hosts": (),
+    "gpu_pool_idle_after": 1800.0,
+    "gpu_pool_most_waiting": 1000,
+    "gpu_pool_peers": (),
 }
 
 
@@ -63,6 +70,22 @@ def test_defaults_are_the_documented_ones(caplog: pytest.LogCaptureFixture) -> N
         ("GPU_BACKEND", "Simulated:8", "gpu_backend", "simulated:8"),
         ("GPU_BACKEND", "simulated:2,seed=7,linger=0.5", "gpu_backend", "simulated:2,seed=7,linger=0.5"),
         ("GPU_POOL_STATE_DIR", "~/pool", "gpu_pool_state_dir", "~/pool"),
+        ("GPU_POOL_API_KEYS", "0123456789abcdef", "gpu_pool_api_keys", ("0123456789abcdef",)),
+        (
+            "GPU_POOL_ADMIN_KEYS",
+            " first-of-two-keys, second~of+two/keys= first-of-two-keys ,",
+            "gpu_pool_admin_keys",
+            ("first-of-two-keys", "second~of+two/keys="),
+        ),
+        ("GPU_POOL_OPEN_ON_LOOPBACK", "no", "gpu_pool_open_on_loopback", False),
+        (
+            "GPU_POOL_HOSTS",
+            "gpu1.example.org,[::1] 192.0.2.7",
+            "gpu_pool_hosts",
+            ("gpu1.example.org", "::1", "192.0.2.7"),
+        ),
+        ("GPU_POOL_IDLE_AFTER", "60.5", "gpu_pool_idle_after", 60.5),
+        ("GPU_POOL_MOST_WAITING", "7", "gpu_pool_most_waiting", 7),
         ("PORT", "", "port", 8000),
         ("PORT", "  ", "port", 8000),
     ],
@@ -104,6 +127,13 @@ def test_a_variable_sets_its_field(
         ("GPU_BACKEND", "simulated:"),
         ("GPU_BACKEND", "simulated:99999"),
         ("GPU_BACKEND", "simulated:4;rm"),
+        ("GPU_POOL_HOSTS", "http://gpu1"),
+        ("GPU_POOL_HOSTS", "gpu1:8000"),
+        ("GPU_POOL_HOSTS", "*"),
+        ("GPU_POOL_IDLE_AFTER", "0"),
+        ("GPU_POOL_IDLE_AFTER", "inf"),
+        ("GPU_POOL_MOST_WAITING", "0"),
+        ("GPU_POOL_OPEN_ON_LOOPBACK", "perhaps"),
     ],
 )
 def test_a_bad_value_is_named_and_the_default_used(variable: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -111,6 +141,24 @@ def test_a_bad_value_is_named_and_the_default_used(variable: str, text: str, cap
     (record,) = caplog.records
     assert record.levelname == "ERROR"
     assert record.getMessage().startswith(f"{variable}={text!r} cannot be used (")
+
+
+@pytest.mark.parametrize("variable", ["GPU_POOL_API_KEYS", "GPU_POOL_ADMIN_KEYS"])
+@pytest.mark.parametrize(
+    "bad", ["tooshort1234567", "caf\xe9-caf\xe9-caf\xe9-caf\xe9", "\udcff" * 20, "tab\x01tab\x01tab\x01tab\x01"]
+)
+def test_a_key_that_cannot_be_used_is_counted_and_never_told(
+    variable: str, bad: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = "a-key-that-is-long-enough"
+    settings = ServerSettings.from_environment({variable: f"{bad},{good}"})
+    assert getattr(settings, variable.lower()) == (good,)
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert record.getMessage().startswith(f"{variable}: 1 of 2 keys cannot be used (expected 16 or more characters")
+    assert bad not in caplog.text
+    assert good not in caplog.text
+    assert good not in repr(settings)
 
 
 def test_workers_and_reload_exclude_each_other() -> None:
@@ -123,6 +171,8 @@ def test_workers_and_reload_exclude_each_other() -> None:
         {"DOCS_URL": "/x", "REDOC_URL": "/x"},
         {"DOCS_URL": "/health"},
         {"REDOC_URL": "/openapi.json"},
+        {"DOCS_URL": "/leases"},
+        {"REDOC_URL": "/queue"},
         {"REDOC_URL": "/api/gpu/stats", "API_PREFIX": "/api"},
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from gpu_worker_pool.gpu_server.view import HostView
 from gpu_worker_pool.hardware.sampler import Seen
-from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, Sample
+from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, MIGSample, Sample
 
 
 class Host:
@@ -151,3 +151,43 @@ def test_the_filter_is_applied() -> None:
     host = Host(visible="1")
     host.sample()
     assert [row["gpu_id"] for row in json.loads(host.view.answer("stats").body)["gpus"]] == [1]
+
+
+# --- what is promised ---
+
+
+def held(lease_id: str) -> dict[str, object]:
+    return {"lease_id": lease_id, "worker_id": "w", "label": None, "state": "held", "user": None}
+
+
+def test_promises_are_shown_on_the_gpu_and_on_the_one_that_a_mig_device_is_part_of() -> None:
+    host = Host()
+    promises: dict[str, list[dict[str, object]]] = {}
+    host.view = HostView(lambda: host.seen, clock=lambda: host.now, see_promises=lambda: promises)
+    migs = (MIGSample("MIG-1", "1g"), MIGSample("MIG-2", "1g"))
+    gpus = (GPUSample(0, "A", uuid="GPU-0"), GPUSample(1, "B", uuid="GPU-1", mig_devices=migs), GPUSample(2, "C"))
+    host.sample(DriverAnswer(gpus, "1.0", "test"))
+
+    def shown() -> tuple[list[bool], list[list[str]]]:
+        summary, stats = (json.loads(host.view.answer(kind).body) for kind in ("summary", "stats"))
+        return (
+            [row["leased"] for row in summary["gpus_summary"]],
+            [[lease["lease_id"] for lease in row["leases"]] for row in stats["gpus"]],
+        )
+
+    assert shown() == ([False, False, False], [[], [], []])
+    promises |= {"GPU-0": [held("L1"), held("L2")], "MIG-1": [held("L3")], "MIG-2": [held("L3")], "gpu-2": [held("L4")]}
+    assert shown()[0] == [False, False, False], "bodies are kept until something changes"
+    host.view.promises_changed()
+    assert shown() == ([True, True, True], [["L1", "L2"], ["L3"], ["L4"]])
+    promises.clear()
+    host.view.promises_changed()
+    assert shown() == ([False, False, False], [[], [], []])
+
+
+def test_without_a_ledger_nothing_is_known_to_be_promised() -> None:
+    host = Host()
+    host.view.promises_changed()
+    host.sample()
+    assert [row["leased"] for row in json.loads(host.view.answer("summary").body)["gpus_summary"]] == [False, False]
+    assert [row["leases"] for row in json.loads(host.view.answer("stats").body)["gpus"]] == [None, None]

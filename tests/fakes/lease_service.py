@@ -1,0 +1,92 @@
+"""A service that gives leases in memory, of which a test decides when and what it answers; for a keeper's loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.core import PLAIN
+from gpu_worker_pool.errors import GPUWorkerPoolError
+from gpu_worker_pool.lease_life import LeaseLife
+from gpu_worker_pool.leases import HeldLease, LeaseAsk, LeasedGPU, StillWaiting
+
+
+@dataclass
+class FakeLeaseService:
+    endpoint_id: str = "fake"
+    #: Request ids of those to grant; all others wait.
+    granting: bool = True
+    #: What is raised instead of an answer, by method.
+    failing: dict[str, GPUWorkerPoolError] = field(default_factory=dict)
+    #: Called in the keeper's loop before anything else.
+    before: Callable[[str], object] = lambda _: None
+    #: Everything that was asked: method and request id.
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    polls: list[tuple[float, bool]] = field(default_factory=list)
+    held: dict[str, HeldLease] = field(default_factory=dict)
+    delay_seconds: float = 0.0
+    #: Of one request after the other, before it arrives.
+    on_the_way_seconds: Iterator[float] = field(default_factory=lambda: iter(()))
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
+        sent_at = awake_or_not()
+        await asyncio.sleep(next(self.on_the_way_seconds, 0.0))
+        self.polls.append((wait_seconds, may_keep))
+        await self._called("acquire", ask.request_id)
+        if not self.granting and wait_seconds:
+            try:
+                async with asyncio.timeout(wait_seconds):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+        if "acquire" in self.failing:
+            raise self.failing["acquire"]
+        if not self.granting:
+            return StillWaiting(1, ("all are busy",))
+        return self.lease(ask, sent_at)
+
+    def lease(self, ask: LeaseAsk, sent_at: float) -> HeldLease:
+        if ask.request_id not in self.held:
+            number = len(self.calls)
+            life = LeaseLife(ask.ttl_seconds, sent_at)
+            gpus = (LeasedGPU(0, "GPU-0", "Fake"),)
+            self.held[ask.request_id] = HeldLease(self.endpoint_id, f"lease-{number}", number, gpus, ask, life)
+        return self.held[ask.request_id]
+
+    def wake(self) -> None:
+        """Those who wait look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
+        assert timeout_seconds > 0
+        await self._called("renew", lease.ask.request_id)
+
+    async def release(self, lease: HeldLease) -> None:
+        await self._called("release", lease.ask.request_id)
+        self.held.pop(lease.ask.request_id, None)
+
+    async def cancel(self, ask: LeaseAsk) -> None:
+        await self._called("cancel", ask.request_id)
+        self.held.pop(ask.request_id, None)
+
+    async def close(self) -> None:
+        self.calls.append(("close", ""))
+
+    async def _called(self, method: str, request_id: str) -> None:
+        self.calls.append((method, request_id))
+        self.before(method)
+        if self.delay_seconds:
+            await asyncio.sleep(self.delay_seconds)
+        if method in self.failing and method != "acquire":
+            raise self.failing[method]
+
+    def count(self, method: str) -> int:
+        return sum(name == method for name, _ in self.calls)
+
+
+def ask_for(ttl_seconds: float = 60.0) -> LeaseAsk:
+    return LeaseAsk.new("worker-1", PLAIN, None, ttl_seconds)
