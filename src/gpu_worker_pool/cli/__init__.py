@@ -1,0 +1,47 @@
+"""`gpu-pool`, the command line. Whatever it does is done by the package: commands parse, call and print."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: These need a process that keeps their lease.
+_KEPT = ("run", "wait")
+#: These have others' code running in them, which may have something to tidy up.
+_HOSTS = ("serve", "demo")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script; also `python -m gpu_worker_pool`. Ends the process."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # Anything but this comes later: what it loads takes longer than all the rest.
+    if words[:1] and words[0] in _KEPT and not {"-h", "--help"} & set(words):
+        from gpu_worker_pool.cli.keeper_process import KeeperProcess
+
+        with KeeperProcess.prepared():
+            status = _run(words)
+    else:
+        status = _run(words)
+    if words[:1] and words[0] in _HOSTS:
+        sys.exit(status)
+    _exit(status)
+
+
+def _exit(status: int) -> NoReturn:
+    """At once: to take everything apart that was loaded takes as long as some commands."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # nobody reads it any more
+        status = status or 1
+    os._exit(status)
+
+
+def _run(words: Sequence[str]) -> int:
+    from gpu_worker_pool.cli.program import run_program
+
+    return run_program(words)

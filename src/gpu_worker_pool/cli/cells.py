@@ -1,0 +1,132 @@
+"""What the tables' cells say of leases, waiters and GPUs: from the bodies of the HTTP API, in words for eyes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gpu_worker_pool.cli.quantities import spoken_mb, spoken_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Row = dict[str, Any]
+
+LEASE_COLUMNS = ("lease", "gpu", "holder", "since", "promised", "used", "state", "label")
+QUEUE_COLUMNS = ("place", "request", "who", "waiting", "wants", "why", "label")
+WAITING_COLUMNS = ("place", "who", "waiting", "why", "label")
+GPU_COLUMNS = ("gpu", "memory", "load", "state", "holder", "since", "promised", "used")
+
+
+def lease_cells(row: Row) -> list[str]:
+    return [
+        row["lease_id"],
+        ",".join(str(gpu["gpu_id"]) for gpu in row["gpus"]),
+        holder(row),
+        spoken_seconds(row["held_seconds"]),
+        promised(row),
+        spoken_mb(row["memory_used_mb"]),
+        lease_state(row),
+        row["label"] or "",
+    ]
+
+
+def lease_state(row: Row) -> str:
+    quarantine = row.get("quarantine")
+    if quarantine:
+        return f"quarantined: {quarantine['reason']}"
+    if row.get("is_idle"):
+        return f"idle for {spoken_seconds(row['idle_seconds'])}"
+    state: str = row["state"]
+    return state
+
+
+def holder(row: Row) -> str:
+    """Who it is, and as whom, where those who ask without a server are told apart by their user."""
+    name: str = row["worker_id"] or row.get("request_id") or "?"
+    return name
+
+
+def promised(row: Row) -> str:
+    """How much memory it was promised on each GPU."""
+    if row["memory_mb"] is None:
+        return "all"
+    return spoken_mb(row["memory_mb"])
+
+
+def queue_cells(row: Row) -> list[str]:
+    priority = f", priority {row['priority']}" if row["priority"] else ""
+    return [
+        str(row["position"]),
+        row["request_id"],
+        row["worker_id"] or "?",
+        spoken_seconds(row["waiting_seconds"]),
+        f"{row['count']} GPU{'s' if row['count'] > 1 else ''}{priority}",
+        row["reasons"][0] if row["reasons"] else "",
+        row["label"] or "",
+    ]
+
+
+def waiting_cells(row: Row) -> list[str]:
+    """In short, beside the GPUs."""
+    cells = dict(zip(QUEUE_COLUMNS, queue_cells(row), strict=True))
+    return [cells[name] for name in WAITING_COLUMNS]
+
+
+def gpu_rows(row: Row, leases: Iterable[Row]) -> list[list[str]]:
+    """One GPU, and a line for each of those who have it."""
+    on_it = leases_on(row, leases)
+    gpu = [str(row["gpu_id"]), memory_cell(row), load_cell(row), gpu_state(row, on_it)]
+    holders = [
+        [
+            holder(lease) + (f" ({lease['label']})" if lease["label"] else ""),
+            spoken_seconds(lease["held_seconds"]),
+            promised(lease),
+            spoken_mb(lease["memory_used_mb"]),
+        ]
+        for lease in on_it
+    ] or [[_outsiders(row), "", "", ""]]
+    return [(["", "", "", ""] if number else gpu) + cells for number, cells in enumerate(holders)]
+
+
+def memory_cell(row: Row) -> str:
+    memory = row["memory"]
+    return f"{_gib(memory['used_mb'])}/{_gib(memory['total_mb'])} GiB"
+
+
+def load_cell(row: Row) -> str:
+    return "?" if row["utilization_percent"] is None else f"{row['utilization_percent']:.0f} %"
+
+
+def _gib(megabytes: float | None) -> str:
+    return "?" if megabytes is None else f"{megabytes / 1024:.1f}".removesuffix(".0")
+
+
+def gpu_state(row: Row, on_it: list[Row]) -> str:
+    if row.get("fault"):
+        return f"fault: {row['fault']}"
+    if any(lease.get("quarantine") for lease in on_it):
+        return "quarantine"
+    if on_it:
+        return "shared" if all(lease["share"] for lease in on_it) else "held"
+    if row.get("processes") or (row["utilization_percent"] or 0) > 0:
+        return "busy"
+    return "free"
+
+
+def _outsiders(row: Row) -> str:
+    """Processes of those who asked nobody."""
+    return ", ".join(
+        f"{process['name'] or '?'} ({process['user'] or 'pid'} {process['pid']})"
+        for process in (row.get("processes") or [])[:3]
+    )
+
+
+def leases_on(gpu: Row, leases: Iterable[Row]) -> list[Row]:
+    return [lease for lease in leases if _is_on(lease, gpu)]
+
+
+def _is_on(lease: Row, gpu: Row) -> bool:
+    names = {gpu["uuid"], *(device["uuid"] for device in gpu.get("mig_devices") or ())} - {None}
+    return any(
+        held["uuid"] in names if held["uuid"] is not None else held["gpu_id"] == gpu["gpu_id"] for held in lease["gpus"]
+    )

@@ -1,0 +1,60 @@
+"""Messages between `gpu-pool` and the process that keeps its lease: one JSON object each, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+#: Far more than any message has.
+_LARGEST_BYTES = 1 << 17
+
+
+class Channel:
+    """One end. The end of the process at the other one is the end of the messages."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._socket.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, kind: str, **message: Any) -> bool:
+        """Whether it was sent; not, if nobody is there any more."""
+        try:
+            self._socket.send(json.dumps({"kind": kind, **message}).encode())
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """What has come; None when no more will."""
+        messages: list[dict[str, Any]] = []
+        while True:
+            try:
+                message = self.receive_one()
+            except BlockingIOError:
+                return messages
+            if message is None:
+                return messages or None
+            messages.append(message)
+
+    def receive_one(self) -> dict[str, Any] | None:
+        """The first of them; a `BlockingIOError` if there is none yet."""
+        try:
+            read = self._socket.recv(_LARGEST_BYTES)
+        except BlockingIOError:
+            raise
+        except OSError:
+            return None
+        message: dict[str, Any] | None = json.loads(read) if read else None
+        return message
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def channel() -> tuple[Channel, Channel]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(ours), Channel(theirs)

@@ -1,0 +1,40 @@
+"""`gpu-pool config`: every setting, its value, where it came from, and what is wrong with it."""
+
+from __future__ import annotations
+
+import click
+
+from gpu_worker_pool.cli.options import json_option
+
+
+@click.command(
+    short_help="Show every setting and where it came from.",
+    epilog="""\
+\b
+Examples:
+  gpu-pool config
+  gpu-pool config --changed            only what somebody has set
+  gpu-pool config --json | jq '.settings[] | select(.problem)'
+""",
+)
+@click.option("--changed", is_flag=True, help="Only those that are not at their default.")
+@json_option
+def config(*, changed: bool, as_json: bool) -> int:
+    """Show every setting: its value, where it came from, who uses it, and what is wrong with it.
+
+    Keys are never shown. The exit status is 1 if something is wrong.
+    """
+    from gpu_worker_pool.cli.output import print_json
+    from gpu_worker_pool.cli.settings_list import all_settings
+    from gpu_worker_pool.cli.tables import print_table
+
+    settings = [each for each in all_settings() if not changed or each.source != "default" or each.problem]
+    if as_json:
+        print_json({"settings": [each.as_json() for each in settings]})
+    else:
+        rows = [
+            [each.name, each.value, each.source, each.used_by, f"wrong: {each.problem}" if each.problem else ""]
+            for each in settings
+        ]
+        print_table(("setting", "value", "from", "used by", "what"), rows, nothing="everything is at its default")
+    return 1 if any(each.problem for each in settings) else 0

@@ -1,0 +1,34 @@
+"""`gpu-pool leases`: who holds what, and since when."""
+
+from __future__ import annotations
+
+import click
+
+from gpu_worker_pool.cli.options import endpoint_option, json_option
+
+
+@click.command(
+    short_help="List who holds what, and since when.",
+    epilog="""\
+\b
+Examples:
+  gpu-pool leases
+  gpu-pool leases --json | jq -r '.leases[] | select(.is_idle) | .lease_id'
+""",
+)
+@json_option
+@endpoint_option
+def leases(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
+    """List all leases: who holds which GPU, since when, how much memory was promised and how much is used."""
+    from gpu_worker_pool.cli.cells import LEASE_COLUMNS, lease_cells
+    from gpu_worker_pool.cli.lists import print_list
+
+    print_list(
+        endpoints,
+        lambda host: host.leases(),
+        "leases",
+        LEASE_COLUMNS,
+        lease_cells,
+        as_json=as_json,
+        nothing="nobody holds a GPU",
+    )

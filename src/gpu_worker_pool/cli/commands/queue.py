@@ -1,0 +1,34 @@
+"""`gpu-pool queue`: who waits, in order, and why."""
+
+from __future__ import annotations
+
+import click
+
+from gpu_worker_pool.cli.options import endpoint_option, json_option
+
+
+@click.command(
+    short_help="List who waits, in order, and why.",
+    epilog="""\
+\b
+Examples:
+  gpu-pool queue
+  gpu-pool queue --json | jq '.queue | length'
+""",
+)
+@json_option
+@endpoint_option
+def queue(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
+    """List those who wait for a GPU, in the order in which they will be served, and what each waits for."""
+    from gpu_worker_pool.cli.cells import QUEUE_COLUMNS, queue_cells
+    from gpu_worker_pool.cli.lists import print_list
+
+    print_list(
+        endpoints,
+        lambda host: host.queue(),
+        "queue",
+        QUEUE_COLUMNS,
+        queue_cells,
+        as_json=as_json,
+        nothing="nobody waits",
+    )

@@ -1,0 +1,40 @@
+"""`gpu-pool release`: end a lease, or take a request out of the queue."""
+
+from __future__ import annotations
+
+import click
+
+from gpu_worker_pool.cli.options import endpoint_option, json_option
+
+
+@click.command(
+    short_help="End a lease, or take a request out of the queue.",
+    epilog="""\
+\b
+Examples:
+  gpu-pool release lease-12
+  GPU_POOL_ADMIN_KEY=… gpu-pool release lease-12 -e https://gpu-1.example.org
+
+\b
+Whoever holds the lease goes on running and is told that it was lost; gpu-pool run --on-lost
+terminate ends the command then. To end somebody's command, end it: its GPU comes back by itself.
+""",
+)
+@click.argument("identifiers", metavar="ID...", nargs=-1, required=True)
+@json_option
+@endpoint_option
+def release(*, identifiers: tuple[str, ...], as_json: bool, endpoints: tuple[str, ...]) -> int:
+    """End leases, or take requests out of the queue; gpu-pool leases and gpu-pool queue show their ids.
+
+    Your own; as root, or with an administrator's key in GPU_POOL_ADMIN_KEY, anybody's, and quarantines too.
+    """
+    from gpu_worker_pool.cli.intervening import release_all
+    from gpu_worker_pool.cli.output import print_json
+
+    outcomes = release_all(endpoints, identifiers)
+    if as_json:
+        print_json({"released": [outcome.as_json() for outcome in outcomes]})
+    else:
+        for outcome in outcomes:
+            click.echo(str(outcome), err=not outcome.is_done)
+    return 0 if all(outcome.is_done for outcome in outcomes) else 1

@@ -1,0 +1,88 @@
+"""`gpu-pool run`: wait for a GPU, run a command on it, give it back."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gpu_worker_pool.cli.asked import Asked, worker_name
+from gpu_worker_pool.cli.command import CommandOnGPU, check_command
+from gpu_worker_pool.cli.environment import lease_variables
+from gpu_worker_pool.cli.front import InterruptedBySignal, end_like
+from gpu_worker_pool.cli.options import endpoint_option, lease_options, wish_options
+from gpu_worker_pool.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from gpu_worker_pool.cli.asked import Patience, Wished
+
+
+@click.command(
+    short_help="Wait for a GPU, run a command on it, give it back.",
+    # Options behind the command are the command's own.
+    context_settings={"allow_interspersed_args": False},
+    epilog="""\
+\b
+Examples:
+  gpu-pool run -- python train.py
+  gpu-pool run -n 2 --model A100 -- torchrun --nproc-per-node 2 train.py
+  gpu-pool run --memory 8GiB --share -- python serve.py
+  gpu-pool run --timeout 30m --label "nightly" -- make experiment
+  gpu-pool run --no-wait -- nvidia-smi || echo "nothing free (status $?)"
+
+\b
+Exit status: the command's own, 128+N if signal N killed it, 126 or 127 if it cannot be run;
+65 if the wish can never be granted, 69 if no endpoint answered, 75 if nothing is free now
+(--no-wait), 124 if it was not granted in time (--timeout).
+""",
+)
+@wish_options
+@lease_options
+@click.option("--uuids", is_flag=True, help="Name GPUs by UUID instead of by number in CUDA_VISIBLE_DEVICES.")
+@click.option(
+    "--on-lost",
+    type=click.Choice(["warn", "terminate"]),
+    default="warn",
+    show_default=True,
+    help="What becomes of the command if its lease is lost.",
+)
+@click.option("--explain", "with_reasons", is_flag=True, help="While waiting, say GPU by GPU why.")
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing while waiting.")
+@endpoint_option
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENT]...")
+def run(
+    *,
+    wished: Wished,
+    patience: Patience,
+    label: str | None,
+    ttl: float | None,
+    uuids: bool,
+    on_lost: str,
+    with_reasons: bool,
+    quiet: bool,
+    endpoints: tuple[str, ...],
+    command: tuple[str, ...],
+) -> int:
+    """Wait until a GPU is really free, run COMMAND on it, and give it back.
+
+    COMMAND sees the GPU, and no other, by CUDA_VISIBLE_DEVICES. Nobody else who asks gets it until COMMAND has
+    ended. While waiting, the place in the queue and the reason are told on stderr.
+    """
+    check_command(command)
+    asked = Asked(wished, patience, endpoints, worker_name(command[0]), label, ttl)
+
+    def environment(granted: dict[str, Any]) -> dict[str, str]:
+        return os.environ | lease_variables(granted, by_uuid=uuids)
+
+    on_gpu = CommandOnGPU(
+        command,
+        asked,
+        Progress(is_wanted=not quiet, with_reasons=with_reasons),
+        environment,
+        terminates_when_lost=on_lost == "terminate",
+    )
+    try:
+        return on_gpu.run()
+    except InterruptedBySignal as interrupted:
+        return end_like(interrupted.info)

@@ -1,0 +1,38 @@
+"""`gpu-pool status`: GPUs, who holds them and who waits, once."""
+
+from __future__ import annotations
+
+import click
+
+from gpu_worker_pool.cli.options import endpoint_option, json_option
+
+
+@click.command(
+    short_help="Show GPUs, who holds them and who waits.",
+    epilog="""\
+\b
+Examples:
+  gpu-pool status
+  gpu-pool status --json | jq '.endpoints[].gpus[] | {gpu_id, utilization_percent}'
+  gpu-pool status -e http://gpu-1:8000 -e http://gpu-2:8000
+""",
+)
+@json_option
+@endpoint_option
+def status(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
+    """Show the GPUs, what they do, who holds them since when, how much was promised and is used, and who waits."""
+    from gpu_worker_pool.cli import hosts_view
+    from gpu_worker_pool.cli.looking import look
+    from gpu_worker_pool.cli.output import print_json
+    from gpu_worker_pool.cli.tables import print_line, print_table
+
+    seen = look(endpoints, hosts_view.everything_of)
+    if as_json:
+        print_json(hosts_view.as_json(seen))
+        return
+    for number, part in enumerate(hosts_view.parts(seen)):
+        if number and part.title:
+            print_line()
+        if part.title and not part.rows:
+            print_line(part.title)
+        print_table(part.columns, part.rows, title=part.title, nothing=part.nothing)

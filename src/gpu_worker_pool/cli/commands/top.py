@@ -1,0 +1,31 @@
+"""`gpu-pool top`: the same as `status`, live."""
+
+from __future__ import annotations
+
+import click
+
+from gpu_worker_pool.cli.options import endpoint_option
+from gpu_worker_pool.cli.quantities import Duration
+
+
+@click.command(
+    short_help="The same, live.",
+    epilog="""\
+\b
+Examples:
+  gpu-pool top
+  gpu-pool top --interval 5s
+  gpu-pool top --count 3 > seen.txt    three times, as plain text
+""",
+)
+@click.option("--interval", type=Duration(0.2, 3600.0), default="1", show_default="1s", help="How often to look.")
+@click.option("-n", "--count", type=click.IntRange(1), metavar="N", help="Look so many times.  [default: until Ctrl-C]")
+@endpoint_option
+def top(*, interval: float, count: int | None, endpoints: tuple[str, ...]) -> None:
+    """Show the GPUs, who holds them and who waits, and keep it up to date until Ctrl-C.
+
+    Where no terminal reads along, it prints plain text once an interval.
+    """
+    from gpu_worker_pool.cli.live_view import show_live
+
+    show_live(endpoints, interval, count)

@@ -1,0 +1,47 @@
+"""Which endpoints a command means: those it was given, else the documented variables, else this host."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.config import LOCAL_ENDPOINT, EndpointConfig, MultiEndpointConfigurationManager, parse_endpoints
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LOCAL = EndpointConfig("local", LOCAL_ENDPOINT)
+
+
+def chosen_endpoints(given: Sequence[str]) -> tuple[EndpointConfig, ...]:
+    """Raises a `ValueError` that says what was expected."""
+    if given:
+        return parse_endpoints([entry for text in given for entry in text.split(",")], "--endpoint")
+    environment = MultiEndpointConfigurationManager()
+    if not environment.is_endpoint_configured():
+        return (LOCAL,)
+    return tuple(environment.get_service_endpoints())
+
+
+def is_endpoint_named() -> bool:
+    """Whether the environment, or what looks like an option, says something about endpoints."""
+    options = (word for word in sys.argv if word.startswith(("-e", "--endpoint")))
+    return next(options, None) is not None or MultiEndpointConfigurationManager().is_endpoint_configured()
+
+
+def is_local(endpoint: EndpointConfig) -> bool:
+    return endpoint.url == LOCAL_ENDPOINT
+
+
+def local_backend() -> str:
+    """Which GPUs this host has, or pretends to have. Raises a `ValueError` that says what was expected."""
+    text = os.environ.get("GPU_BACKEND", "").strip()
+    if not text:
+        return "auto"
+    from gpu_worker_pool.hardware.readers.choose import check_backend
+
+    try:
+        return check_backend(text)
+    except ValueError as error:
+        raise ValueError(f"GPU_BACKEND={text!r} cannot be used: {error}") from None

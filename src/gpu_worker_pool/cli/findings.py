@@ -1,0 +1,17 @@
+"""What a doctor finds."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class Finding(NamedTuple):
+    status: Literal["ok", "warning", "wrong"]
+    check: str
+    what: str
+    #: What to do.
+    advice: str = ""
+
+    @property
+    def told(self) -> str:
+        return f"{self.what} -> {self.advice}" if self.advice else self.what

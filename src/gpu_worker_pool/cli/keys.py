@@ -1,0 +1,79 @@
+"""Keys and tokens that the command line sends to servers: whose, and to whom they may be sent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from gpu_worker_pool.config import is_private_url
+from gpu_worker_pool.errors import ServiceRefusedError
+
+if TYPE_CHECKING:
+    from gpu_worker_pool.cli.values import Ask
+
+#: Those of leases that nobody gave back, as when the host went down.
+_OLD_SECONDS: Final = 7 * 24 * 3600.0
+
+
+def allows_insecure_key() -> bool:
+    return os.environ.get("GPU_POOL_ALLOW_INSECURE_KEY", "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def admin_key() -> str | None:
+    return os.environ.get("GPU_POOL_ADMIN_KEY", "").strip() or None
+
+
+def bearer(key: str, url: str) -> str:
+    """Raises a `ServiceRefusedError` rather than show a key to a network."""
+    if not (is_private_url(url) or allows_insecure_key()):
+        raise ServiceRefusedError(
+            "a key is not sent over plain http to another host, where others can read it: use https://, or, in a "
+            "network you trust, set GPU_POOL_ALLOW_INSECURE_KEY=1"
+        )
+    return f"Bearer {key}"
+
+
+class Tokens:
+    """The secrets of this user's requests at servers, so that another `gpu-pool` may end what one has begun.
+
+    In a folder of the user's own, whatever folder the host's programs share.
+    """
+
+    def __init__(self) -> None:
+        base = os.environ.get("XDG_STATE_HOME", "").strip()
+        self._folder = (Path(base) if base else Path.home() / ".local" / "state") / "gpu-pool" / "requests"
+
+    def keep(self, ask: Ask) -> None:
+        """Without it a lease can be held all the same: so what goes wrong here is no error."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._forget_old()
+            descriptor = os.open(self._path(ask.request_id), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(ask.token)
+        except OSError:
+            return
+
+    def forget(self, ask: Ask) -> None:
+        try:
+            self._path(ask.request_id).unlink(missing_ok=True)
+        except OSError:
+            return
+
+    def of(self, request_id: str) -> str | None:
+        try:
+            return self._path(request_id).read_text()
+        except OSError:
+            return None
+
+    def _path(self, request_id: str) -> Path:
+        # A server says it: it must not lead elsewhere.
+        name = "".join(char if char.isalnum() or char in "._-" else "_" for char in request_id)
+        return self._folder / f"request-{name}"
+
+    def _forget_old(self) -> None:
+        newest = max((entry.stat().st_mtime for entry in self._folder.iterdir()), default=0.0)
+        for entry in self._folder.iterdir():
+            if entry.stat().st_mtime < newest - _OLD_SECONDS:
+                entry.unlink(missing_ok=True)

@@ -1,0 +1,12 @@
+"""JSON for programs: one document, as documented."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def print_json(body: Any) -> None:
+    json.dump(body, sys.stdout, indent=2, allow_nan=False)
+    sys.stdout.write("\n")

@@ -1,0 +1,98 @@
+"""Quantities as people type them: 8GiB, 24GB, 90s, 5m, `0,2`. What cannot be understood is told with an example."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+if TYPE_CHECKING:
+    # Older versions of click have no types for these.
+    _Number = click.ParamType[float]
+    _Names = click.ParamType[tuple[str, ...]]
+else:
+    _Number = _Names = click.ParamType
+
+#: In MB as the driver counts them, which are 2**20 bytes: so `8000MB` here is `memory_mb=8000` there.
+_SIZES: Final = {"mb": 1.0, "mib": 1.0, "gb": 1000.0, "gib": 1024.0, "tb": 1_000_000.0, "tib": 1024.0**2}
+_DURATIONS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_NUMBER_AND_UNIT: Final = re.compile(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*", re.ASCII)
+_LARGEST_MB: Final = 1e9
+_LONGEST_SECONDS: Final = 1e9
+
+
+class MemorySize(_Number):
+    """A number of MB."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = _NUMBER_AND_UNIT.fullmatch(value)
+        unit = _SIZES.get(match[2].lower()) if match else None
+        if match is None or (unit is None and match[2]):
+            self.fail(f"{value!r} is no amount of memory; write it like 8GiB, 24GB or 8000MB.", param, ctx)
+        if unit is None:
+            self.fail(f"{value!r} has no unit; write {match[1]}GiB, {match[1]}GB or {match[1]}MB.", param, ctx)
+        size_mb = float(match[1]) * unit
+        if not 0 < size_mb <= _LARGEST_MB:
+            self.fail(f"{value!r} is not an amount that a GPU can have.", param, ctx)
+        return size_mb
+
+
+class Duration(_Number):
+    """A number of seconds."""
+
+    name = "TIME"
+
+    def __init__(self, shortest: float = 0.0, longest: float = _LONGEST_SECONDS) -> None:
+        self._shortest, self._longest = shortest, longest
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = _NUMBER_AND_UNIT.fullmatch(value)
+        unit = _DURATIONS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            self.fail(f"{value!r} is no time; write seconds, or it like 90s, 5m, 2h or 1d.", param, ctx)
+        seconds = float(match[1]) * unit
+        if not self._shortest <= seconds <= self._longest:
+            limits = f"from {self._shortest:g} to {self._longest:g} seconds"
+            if self._longest == _LONGEST_SECONDS:
+                limits = f"of at least {self._shortest:g} seconds"
+            self.fail(f"{value!r} is not {limits}.", param, ctx)
+        return seconds
+
+
+class GPUNames(_Names):
+    """Numbers or UUIDs, with commas between them; the option may also be given several times."""
+
+    name = "GPU"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = tuple(name for name in re.split(r"[,\s]+", value) if name)
+        if not names or any(len(name) > 80 for name in names):
+            self.fail(f"{value!r} names no GPU; write numbers or UUIDs like 0,2 or GPU-6ec5c1a2.", param, ctx)
+        return names
+
+
+def spoken_seconds(seconds: float) -> str:
+    """As people read it: 7 s, 2 min 5 s, 3 h 20 min, 2 d 3 h."""
+    whole = max(int(seconds), 0)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s" if whole % 60 else f"{whole // 60} min"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min" if whole % 3600 // 60 else f"{whole // 3600} h"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h" if whole % 86_400 // 3600 else f"{whole // 86_400} d"
+
+
+def spoken_mb(megabytes: float | None) -> str:
+    if megabytes is None:
+        return "?"
+    return f"{megabytes / 1024:.1f} GiB" if megabytes >= 1024 else f"{megabytes:.0f} MB"

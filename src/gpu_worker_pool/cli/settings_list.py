@@ -1,0 +1,161 @@
+"""Every setting of the package: what it is, where that came from, and what is wrong with it. Secrets are not shown."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Final
+
+from gpu_worker_pool.cli.endpoints import chosen_endpoints
+from gpu_worker_pool.config import MultiEndpointConfigurationManager
+from gpu_worker_pool.gpu_server.settings import ServerSettings, read_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+#: Of which nothing is shown but that they are there.
+SECRETS: Final = frozenset({"GPU_POOL_API_KEY", "GPU_POOL_API_KEYS", "GPU_POOL_ADMIN_KEY", "GPU_POOL_ADMIN_KEYS"})
+#: What a program finds in its environment, or what is for developers: no settings, but known.
+_KNOWN_OTHERS: Final = ("GPU_POOL_LEASE_ID", "GPU_POOL_DEBUG")
+_ENDPOINTS: Final = ("GPU_STATS_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINT")
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    #: As it is used; of a secret, whether there is one.
+    value: str
+    #: `environment`, `.env` or `default`.
+    source: str
+    #: `client`, `server` or `command line`.
+    used_by: str
+    problem: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def all_settings() -> list[Setting]:
+    found = [*_client_settings(), *_command_line_settings(), *_server_settings()]
+    return [*found, *_unknown({setting.name for setting in found})]
+
+
+# --- the client's ---
+
+
+def _client_settings() -> Iterator[Setting]:
+    manager = MultiEndpointConfigurationManager()
+    readers: dict[str, Callable[[], object]] = {
+        "GPU_MEMORY_THRESHOLD_PERCENT": manager.get_memory_threshold,
+        "GPU_UTILIZATION_THRESHOLD_PERCENT": manager.get_utilization_threshold,
+        "GPU_POLLING_INTERVAL": manager.get_polling_interval,
+        "GPU_LOAD_BALANCING_STRATEGY": manager.get_load_balancing_strategy,
+        "GPU_ENDPOINT_TIMEOUT": manager.get_endpoint_timeout,
+        "GPU_ENDPOINT_MAX_RETRIES": manager.get_endpoint_max_retries,
+        "GPU_ENDPOINT_HEALTH_CHECK_INTERVAL": manager.get_endpoint_health_check_interval,
+        "GPU_POOL_COORDINATION": manager.get_coordination,
+        "GPU_POOL_LEASE_TTL": manager.get_lease_ttl,
+        "GPU_POOL_API_KEY": manager.get_api_key,
+    }
+    with _complaints("gpu_worker_pool.config") as problems:
+        endpoints = ", ".join(f"{each.endpoint_id}={each.url}" for each in chosen_endpoints(()))
+        values = {name: read() for name, read in readers.items()}
+    in_force = next((name for name in _ENDPOINTS if os.environ.get(name, "").strip()), None)
+    for name in _ENDPOINTS:
+        value = endpoints if name == in_force or (in_force is None and name == _ENDPOINTS[-1]) else ""
+        if value == "" and _source(name, {}) == "environment":
+            value = f"not used: {in_force} comes first"
+        yield Setting(name, value, _source(name, {}), "client", _problem_of(name, problems))
+    for name, found in values.items():
+        shown = _secret(found) if name in SECRETS else str(found)
+        yield Setting(name, shown, _source(name, {}), "client", _problem_of(name, problems))
+
+
+def _command_line_settings() -> Iterator[Setting]:
+    from gpu_worker_pool.cli.keys import admin_key, allows_insecure_key
+
+    yield Setting("GPU_POOL_ADMIN_KEY", _secret(admin_key()), _source("GPU_POOL_ADMIN_KEY", {}), "command line")
+    name = "GPU_POOL_ALLOW_INSECURE_KEY"
+    yield Setting(name, str(allows_insecure_key()).lower(), _source(name, {}), "command line")
+
+
+# --- the server's ---
+
+
+def _server_settings() -> Iterator[Setting]:
+    problems: list[str] = []
+    environment = read_environment(problems.append)
+    settings = ServerSettings.from_environment(environment, problems.append)
+    for field in fields(settings):
+        name, value = field.name.upper(), getattr(settings, field.name)
+        shown = _secret(value) if name in SECRETS else _shown(value)
+        yield Setting(name, shown, _source(name, environment), "server", _problem_of(name, problems))
+    for problem in problems:
+        if problem.startswith(".env"):
+            yield Setting(".env", "", ".env", "server", problem)
+
+
+# --- what may be meant by what nobody knows ---
+
+
+def _unknown(known: set[str]) -> Iterator[Setting]:
+    for name in sorted(os.environ):
+        if name in known or name in _KNOWN_OTHERS or not name.startswith("GPU_"):
+            continue
+        close = get_close_matches(name, known, n=1, cutoff=0.85)
+        if close or name.startswith("GPU_POOL_"):
+            hint = f"; did you mean {close[0]}?" if close else ""
+            yield Setting(name, "not shown", "environment", "nobody", f"there is no such setting{hint}")
+
+
+# --- telling ---
+
+
+def _source(name: str, with_file: Mapping[str, str]) -> str:
+    if os.environ.get(name, "").strip():
+        return "environment"
+    return ".env" if with_file.get(name, "").strip() else "default"
+
+
+def _problem_of(name: str, problems: list[str]) -> str | None:
+    found = [problem for problem in problems if problem.startswith((f"{name}=", f"{name}:", f"{name} "))]
+    return "; ".join(found) or None
+
+
+def _secret(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"{len(value)} keys, not shown" if value else "none"
+    return "set, not shown" if value else "none"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class _Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+@contextmanager
+def _complaints(name: str) -> Iterator[list[str]]:
+    """What is logged there meanwhile, instead of being logged."""
+    logger, listener = logging.getLogger(name), _Listener()
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(listener)
+    try:
+        yield listener.heard
+    finally:
+        logger.removeHandler(listener)
+        logger.propagate = propagates

@@ -1,0 +1,101 @@
+"""Tables for eyes: drawn with rich on a terminal, plain text with the same columns anywhere else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+    from rich.table import Table
+
+
+#: Columns of which nobody knows how long they are.
+_MAY_WRAP: Final = frozenset({"name", "holder", "who", "why", "why not", "label", "state", "request", "check", "what"})
+
+
+def is_pretty() -> bool:
+    """Whether a terminal reads along; those want colours unless they say that they do not."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", nothing: str = "") -> None:
+    if not rows:
+        if nothing:
+            print_line(nothing)
+        return
+    if is_pretty():
+        make_console().print(make_table(columns, rows, title=title))
+        return
+    if title:
+        print_line(title)
+    for line in plain_table(columns, rows):
+        print_line(line)
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in cells) for cells in zip(columns, *rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in ([column.upper() for column in columns], *rows)
+    ]
+
+
+def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column not in _MAY_WRAP)
+    for row in rows:
+        # As text: what others call their programs is not markup.
+        table.add_row(*(Text(printable(cell), style=style_of(cell)) for cell in row))
+    return table
+
+
+def printable(text: str) -> str:
+    """Others have chosen it: it must not drive a terminal."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def make_console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=False)
+
+
+def style_of(cell: str) -> str:
+    """By what a cell says, so that all tables agree."""
+    first = cell.partition(" ")[0].rstrip(":,")
+    return {
+        "free": "green",
+        "ok": "green",
+        "held": "cyan",
+        "shared": "cyan",
+        "busy": "yellow",
+        "warning": "yellow",
+        "idle": "yellow",
+        "offered": "yellow",
+        "quarantined": "magenta",
+        "quarantine": "magenta",
+        "fault": "bold red",
+        "wrong": "bold red",
+    }.get(first, "")
+
+
+def print_line(text: str = "") -> None:
+    sys.stdout.write(f"{text}\n")

@@ -1,0 +1,235 @@
+"""Commands that show something: as JSON, in a pipe, and on a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.cli.programs import GPU_POOL, Programs
+from tests.waiting import eventually
+
+UUID = "GPU-51309a7e-0000-4000-8000-000000000000"
+
+
+def test_leases_and_queue_have_the_bodies_of_the_api(programs: Programs) -> None:
+    from gpu_worker_pool.gpu_server.lease_schemas import Leases, Queue
+
+    assert programs.json("leases") == {"leases": []}
+    assert programs.json("queue") == {"queue": []}
+    programs.holding("--label", "mine", "--memory", "4GiB")
+    programs.start("run", "-n", "1", "--priority", "3", "--", "true")
+    eventually(programs.waiting)
+    leases, queue = programs.json("leases"), programs.json("queue")
+    Leases.model_validate_json(json.dumps(leases))
+    Queue.model_validate_json(json.dumps(queue))
+    (lease,) = leases["leases"]
+    assert lease["gpus"] == [{"gpu_id": 0, "uuid": UUID, "name": "Simulated GPU 24GB"}]
+    assert (lease["label"], lease["memory_mb"], lease["state"]) == ("mine", 4096.0, "held")
+    (row,) = queue["queue"]
+    assert (row["position"], row["priority"], row["count"]) == (1, 3, 1)
+
+
+def test_what_people_see(programs: Programs) -> None:
+    holder = programs.holding("--label", "mine")
+    programs.start("run", "--", "true")
+    eventually(programs.waiting)
+    shown = eventually(lambda: _with_load(programs))
+    assert "local: 1 x Simulated GPU 24GB, 0 free, 1 waiting" in shown
+    held = rf"^0 +17\.6/24 GiB +95 % +held +\S+:sh:{holder.pid} \(mine\) +\d+ s +all +17\.6 GiB$"
+    assert re.search(held, shown, re.M)
+    assert re.search(r"^1 +\S+:true:\d+ +\d+ s +one GPU: next in line; of 1 GPUs: 1 held$", shown, re.M)
+    leases, queue = programs.call("leases").stdout, programs.call("queue").stdout
+    assert leases.splitlines()[0].split() == ["LEASE", "GPU", "HOLDER", "SINCE", "PROMISED", "USED", "STATE", "LABEL"]
+    assert "mine" in leases
+    assert queue.splitlines()[0].split() == ["PLACE", "REQUEST", "WHO", "WAITING", "WANTS", "WHY", "LABEL"]
+
+
+def _with_load(programs: Programs) -> str:
+    """A simulated GPU is loaded a moment after it was granted."""
+    shown = programs.call("status").stdout
+    return shown if "17.6" in shown else ""
+
+
+def test_nothing_to_see(programs: Programs) -> None:
+    assert programs.call("leases").stdout == "nobody holds a GPU\n"
+    assert programs.call("queue").stdout == "nobody waits\n"
+    assert "1 free, 0 waiting" in programs.call("status").stdout
+    assert programs.call("explain").stdout.startswith("one GPU: could be granted now\n")
+
+
+def test_explanations(programs: Programs) -> None:
+    told = programs.json("explain", "-n", "2")
+    assert told["impossible"]
+    assert told["position"] == 1
+    never = programs.call("explain", "--memory", "100GiB")
+    assert "can never be granted" in never.stdout
+    holder = programs.holding()
+    waiting = programs.start("run", "--", "true")
+    (row,) = eventually(programs.waiting)
+    for arguments in ([], ["--request", row["request_id"]]):
+        told = programs.json("explain", *arguments)
+        (gpu,) = told["gpus"]
+        assert (gpu["gpu_id"], gpu["uuid"]) == (0, UUID)
+        assert gpu["obstacles"][0]["kind"] == "held"
+        assert f":sh:{holder.pid} for" in gpu["obstacles"][0]["text"]
+    missing = programs.call("explain", "--request", "nobody")
+    assert missing.returncode == 1
+    assert missing.stderr == "gpu-pool: no request 'nobody' waits; gpu-pool queue lists those that do\n"
+    assert waiting.poll() is None
+
+
+def test_release_of_this_hosts(programs: Programs) -> None:
+    process = programs.holding("--ttl", "2s", "--on-lost", "terminate")
+    (lease,) = programs.leases()
+    done = programs.json("release", lease["lease_id"])
+    assert done == {
+        "released": [
+            {
+                "id": lease["lease_id"],
+                "released": True,
+                "endpoint": "local",
+                "kind": "lease",
+                "error": None,
+            }
+        ]
+    }
+    assert process.wait(10) == 143
+    nothing = programs.call("release", "nothing", "--json")
+    assert nothing.returncode == 1
+    assert json.loads(nothing.stdout)["released"][0]["released"] is False
+
+
+def test_status_as_json(programs: Programs) -> None:
+    (endpoint,) = programs.json("status")["endpoints"]
+    assert (endpoint["endpoint"], endpoint["url"], endpoint["error"]) == ("local", "local://", None)
+    assert [gpu["uuid"] for gpu in endpoint["gpus"]] == [UUID]
+    assert (endpoint["leases"], endpoint["queue"], endpoint["backend"]) == ([], [], "simulated")
+
+
+def test_top_in_a_pipe_and_on_a_terminal(programs: Programs) -> None:
+    done = programs.call("top", "--count", "2", "--interval", "0.2")
+    assert done.returncode == 0
+    assert done.stdout.count("1 x Simulated GPU 24GB, 1 free, 0 waiting") == 2
+    assert "\x1b" not in done.stdout
+    terminal = programs.terminal([*GPU_POOL, "top", "--interval", "0.2"])
+    terminal.until("Ctrl-C to leave")
+    terminal.until("1 free, 0 waiting", times=2)
+    terminal.type("\x03")
+    assert terminal.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_colours_only_on_a_terminal(programs: Programs, variables: dict[str, str], is_coloured: bool) -> None:
+    assert "\x1b" not in programs.call("status", **variables).stdout
+    terminal = programs.terminal([*GPU_POOL, "status"], **variables)
+    assert terminal.wait() == 0
+    assert ("\x1b[32m" in terminal.written) == is_coloured
+    assert "free" in terminal.shown
+
+
+def test_what_others_call_themselves_drives_no_terminal(programs: Programs) -> None:
+    programs.holding("--label", "[red]not markup[/red]")
+    terminal = programs.terminal([*GPU_POOL, "leases"])
+    terminal.until("[red]not markup[/red]")
+
+
+# --- settings ---
+
+
+def test_config_shows_every_setting_and_no_secret(programs: Programs) -> None:
+    secret = "very-secret-key-0123456789"  # noqa: S105
+    variables = {
+        "GPU_POOL_API_KEY": secret,
+        "GPU_POOL_API_KEYS": f"{secret},short",
+        "GPU_POOL_ADMIN_KEY": secret,
+        "GPU_POOL_ADMIN_KEYS": secret,
+        "GPU_SERVICE_ENDPOINT": f"http://user:{secret}@host:1",
+        "GPU_POLLING_INTERVAL": "often",
+        "GPU_POOL_LEASETTL": "5",
+    }
+    done = programs.call("config", **variables)
+    assert done.returncode == 1
+    assert secret not in done.stdout + done.stderr
+    as_json = programs.call("config", "--json", **variables)
+    assert secret not in as_json.stdout
+    settings = {row["name"]: row for row in json.loads(as_json.stdout)["settings"]}
+    assert settings["GPU_POOL_API_KEYS"]["value"] == "1 keys, not shown"
+    assert "often" in settings["GPU_POLLING_INTERVAL"]["problem"]
+    assert settings["GPU_POLLING_INTERVAL"]["value"] == "5"
+    assert settings["GPU_POOL_LEASETTL"]["problem"].endswith("did you mean GPU_POOL_LEASE_TTL?")
+    assert settings["GPU_BACKEND"] == {
+        "name": "GPU_BACKEND",
+        "value": "simulated:1",
+        "source": "environment",
+        "used_by": "server",
+        "problem": None,
+    }
+    assert settings["PORT"]["source"] == "default"
+
+
+def test_config_reads_the_servers_file_too(programs: Programs) -> None:
+    (programs.folder / ".env").write_text("PORT=9999\n")
+    settings = {row["name"]: row for row in programs.json("config", "--changed")["settings"]}
+    assert (settings["PORT"]["value"], settings["PORT"]["source"]) == ("9999", ".env")
+    assert "HOST" not in settings
+
+
+# --- the doctor ---
+
+
+def test_a_well_host(programs: Programs) -> None:
+    done = programs.call("doctor")
+    assert done.returncode == 0
+    assert done.stdout.rstrip().endswith("all is well")
+    assert "the GPUs are pretended" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "check", "what"),
+    [
+        ({"GPU_BACKEND": "nvidia-smi", "PATH": "/usr/bin:/bin"}, "GPUs", "nvidia-smi"),
+        ({"GPU_BACKEND": "nonsense"}, "driver", "GPU_BACKEND='nonsense' cannot be used"),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, "visible devices", "hides every GPU"),
+        ({"CUDA_VISIBLE_DEVICES": "7"}, "visible devices", "names none of the GPUs"),
+        ({"GPU_SERVICE_ENDPOINT": "http://127.0.0.1:9"}, "127.0.0.1_9", "connection refused"),
+        ({"GPU_POOL_STATE_DIR": "/proc/nowhere"}, "state directory", "/proc/nowhere"),
+        ({"GPU_ENDPOINT_TIMEOUT": "-3"}, "GPU_ENDPOINT_TIMEOUT", "number of seconds above 0"),
+    ],
+)
+def test_what_is_wrong(programs: Programs, variables: dict[str, str], check: str, what: str) -> None:
+    done = programs.call("doctor", "--json", **variables)
+    assert done.returncode == 1, done.stdout
+    told = json.loads(done.stdout)
+    assert told["ok"] is False
+    wrong = [finding for finding in told["checks"] if finding["status"] == "wrong" and finding["check"] == check]
+    assert any(what in finding["what"] for finding in wrong), told
+
+
+# --- the server, for people ---
+
+
+def test_serve(programs: Programs) -> None:
+    from tests.server_process import free_port
+
+    port = free_port()
+    server = programs.start("serve", "--simulate", "2", "--host", "127.0.0.1", "--port", port, "--no-access-log")
+    at = ["-e", f"http://127.0.0.1:{port}"]
+    eventually(lambda: programs.call("status", *at).returncode == 0)
+    assert "2 x Simulated GPU 24GB, 2 free" in programs.call("status", *at).stdout
+    assert programs.call("run", *at, "--", "true").returncode == 0
+    taken = programs.call("serve", "--simulate", "1", "--host", "127.0.0.1", "--port", port)
+    assert taken.returncode == 1
+    assert taken.stderr == (
+        f"gpu-pool: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another with --port\n"
+    )
+    server.terminate()
+    assert server.wait(10) in (0, -15)
+
+
+def test_serve_refuses_nonsense(programs: Programs) -> None:
+    assert programs.call("serve", "--simulate", "1", "--backend", "nvml").returncode == 2
+    assert programs.call("serve", "--backend", "abacus").returncode == 2

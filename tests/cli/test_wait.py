@@ -1,0 +1,167 @@
+"""`gpu-pool wait`: a GPU for a shell, given back when the shell ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.programs import GPU_POOL, Programs, is_there
+from tests.waiting import eventually
+
+WAIT = " ".join([*GPU_POOL, "wait"])
+RUN = " ".join([*GPU_POOL, "run"])
+
+
+def bash(programs: Programs, script: str) -> subprocess.CompletedProcess[str]:
+    return programs.run(["bash", "-c", script])
+
+
+def is_free(programs: Programs) -> bool:
+    return programs.call("run", "--no-wait", "--", "true").returncode == 0
+
+
+def test_the_shell_has_it_until_it_ends(programs: Programs) -> None:
+    begun_at = time.monotonic()
+    done = bash(
+        programs,
+        f"CUDA_VISIBLE_DEVICES=$({WAIT}) || exit 1; export CUDA_VISIBLE_DEVICES; echo got $CUDA_VISIBLE_DEVICES; "
+        f"env -u CUDA_VISIBLE_DEVICES {RUN} --no-wait -- true; echo $?",
+    )
+    # Had the keeper kept our output open, `$(…)` would have waited for it.
+    assert time.monotonic() - begun_at < 20
+    assert done.stdout.split("\n") == ["got 0", "75", ""]
+    assert eventually(lambda: is_free(programs), within_seconds=10)
+    assert programs.leases() == []
+
+
+@pytest.mark.parametrize(
+    "substitution",
+    [
+        "$({wait})",
+        "$({wait} | cat)",
+        "$(true; {wait}; true)",
+        "$( ( {wait}; true ); true )",
+        "`{wait} || exit 3`",
+    ],
+)
+def test_subshells_do_not_count(programs: Programs, substitution: str) -> None:
+    """Which bash forks for a substitution, and which end with it."""
+    # A shell that has started no program yet is told from its subshells, too.
+    script = f"x={substitution.format(wait=WAIT)}; echo $$ $x; sleep 0.6; {RUN} --no-wait -- true; echo $?"
+    pid, value, status = bash(programs, script).stdout.split()
+    assert (value, status) == ("0", "75")
+    assert int(pid)
+    assert eventually(lambda: is_free(programs), within_seconds=10)
+
+
+def test_other_output_may_be_caught_too(programs: Programs) -> None:
+    done = bash(programs, f"x=$({WAIT} 2>&1); echo $x")
+    assert done.stdout == "0\n"
+
+
+def test_for_another_process(programs: Programs) -> None:
+    other = subprocess.Popen(["/bin/sleep", "60"])
+    try:
+        done = programs.call("wait", "--pid", other.pid)
+        assert done.stdout == "0\n"
+        (lease,) = programs.leases()
+        assert lease["worker_id"].endswith(f":sleep:{other.pid}")
+        time.sleep(0.5)
+        assert not is_free(programs)
+    finally:
+        other.kill()
+        other.wait()
+    assert eventually(lambda: is_free(programs), within_seconds=10)
+
+
+def test_there_is_no_such_process(programs: Programs) -> None:
+    done = programs.call("wait", "--pid", 2**22 - 3)
+    assert done.returncode == 2
+    assert "there is no such process" in done.stderr
+
+
+def test_export_and_json(programs: Programs) -> None:
+    done = bash(
+        programs,
+        f'eval "$({WAIT} --export --uuids)"; echo $CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER $NVIDIA_VISIBLE_DEVICES; '
+        # Inside its lease a shell does not wait for itself.
+        f"{RUN} --no-wait -- sh -c 'echo $CUDA_VISIBLE_DEVICES'",
+    )
+    uuid = "GPU-51309a7e-0000-4000-8000-000000000000"
+    assert done.stdout.splitlines() == [f"{uuid} PCI_BUS_ID {uuid}", "0"]
+    assert eventually(lambda: is_free(programs), within_seconds=10)
+    told = json.loads(bash(programs, f"x=$({WAIT} --json); echo $x").stdout)
+    assert told["gpus"][0]["gpu_id"] == 0
+    assert told["env"]["CUDA_VISIBLE_DEVICES"] == "0"
+    assert told["env"]["GPU_POOL_LEASE_ID"] == told["lease_id"]
+    assert told["endpoint"] == "local"
+    assert told["pid"] > 0
+
+
+def test_it_is_renewed(programs: Programs) -> None:
+    script = f"x=$({WAIT} --ttl 2s); sleep 6; {RUN} --no-wait -- true; echo $?"
+    assert bash(programs, script).stdout == "75\n"
+
+
+def test_without_a_gpu_it_prints_nothing(programs: Programs) -> None:
+    programs.holding()
+    done = bash(programs, f"x=$({WAIT} --no-wait); echo status $? value $x")
+    assert done.stdout == "status 75 value\n"
+    late = bash(programs, f"x=$({WAIT} --timeout 0.5s); echo status $?")
+    assert late.stdout == "status 124\n"
+    assert bash(programs, f"x=$({WAIT} -n 9); echo status $?").stdout == "status 65\n"
+    assert programs.waiting() == []
+    assert len(programs.leases()) == 1
+
+
+def test_interrupted_while_waiting(programs: Programs) -> None:
+    programs.holding()
+    waiting = programs.start("wait")
+    eventually(programs.waiting)
+    waiting.send_signal(signal.SIGTERM)
+    assert waiting.wait(10) == 143
+    assert waiting.out == ""
+    assert programs.waiting() == []
+
+
+def test_a_value_that_nobody_got_keeps_no_gpu(programs: Programs) -> None:
+    script = (
+        f"import os, subprocess, time; r, w = os.pipe(); os.close(r); subprocess.call({GPU_POOL} + ['wait'], stdout=w)"
+    )
+    still_there = subprocess.Popen([sys.executable, "-c", f"{script}; time.sleep(60)"], env=programs.environment)
+    try:
+        eventually((programs.folder / "state").exists)
+        assert eventually(lambda: is_free(programs), within_seconds=10)
+    finally:
+        still_there.kill()
+        still_there.wait()
+
+
+def test_its_keeper_gives_back_when_told_to_end(programs: Programs) -> None:
+    programs.call("wait", "--pid", os.getpid())
+    (lease,) = programs.leases()
+    keepers = [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and is_there(int(entry.name)) and _is_keeper(entry, str(os.getpid()))
+    ]
+    assert len(keepers) == 1
+    assert os.getsid(keepers[0]) == keepers[0]
+    os.kill(keepers[0], signal.SIGTERM)
+    assert eventually(lambda: programs.leases() == [], within_seconds=5)
+    assert lease["state"] == "held"
+
+
+def _is_keeper(entry: Path, pid: str) -> bool:
+    try:
+        words = (entry / "cmdline").read_text().split("\0")
+    except OSError:
+        return False
+    return "wait" in words and pid in words
