@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from gpu_worker_pool import pool_metrics
-from gpu_worker_pool.config import LOCAL_ENDPOINT, PoolConfig
+from gpu_worker_pool import client_reports, forks, pool_metrics
+from gpu_worker_pool.config import PoolConfig
+from gpu_worker_pool.coordination import Coordinator
 from gpu_worker_pool.core import PoolSettings
 from gpu_worker_pool.default_endpoint import SERVER_DEFAULT, FirstThatAnswers
 from gpu_worker_pool.endpoints import EndpointManager
-from gpu_worker_pool.errors import AlreadyStartedError, NotStartedError, PoolStoppedError, ServiceUnavailableError
+from gpu_worker_pool.errors import (
+    AlreadyStartedError,
+    NotStartedError,
+    PoolStoppedError,
+    ServiceUnavailableError,
+    StaleAssignmentError,
+)
 from gpu_worker_pool.gpu_monitor import GPUMonitor, MultiEndpointGPUMonitor, coming_back
 from gpu_worker_pool.http_client import MultiEndpointHTTPClientPool
 from gpu_worker_pool.models import EndpointInfo, GPUAssignment, MultiEndpointPoolStatus, PoolStatus
@@ -27,11 +36,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
     from types import TracebackType
 
+    from gpu_worker_pool.config import EndpointConfig
     from gpu_worker_pool.core import Explanation
     from gpu_worker_pool.core.wishes import Policy
+    from gpu_worker_pool.default_endpoint import StatsClientWithURL
     from gpu_worker_pool.endpoints import Endpoint
     from gpu_worker_pool.gpu_monitor import StatsClient
     from gpu_worker_pool.http_client import Fetched
+    from gpu_worker_pool.lease_pool import LeasePool
     from gpu_worker_pool.models import GPUId, GPUStats
 
 __all__ = ["GPUContextManager", "GPUWorkerPoolClient", "gpu_worker_pool_client"]
@@ -65,6 +77,11 @@ class GPUWorkerPoolClient:
         endpoint_timeout: float | None = None,
         endpoint_max_retries: int | None = None,
         endpoint_health_check_interval: float | None = None,
+        coordination: str | None = None,
+        lease_ttl: float | None = None,
+        api_key: str | None = None,
+        allow_insecure_key: bool = False,
+        on_lease_lost: Callable[[GPUAssignment], object] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._config = config = PoolConfig.resolve(
@@ -79,10 +96,12 @@ class GPUWorkerPoolClient:
             endpoint_timeout=endpoint_timeout,
             endpoint_max_retries=endpoint_max_retries,
             endpoint_health_check_interval=endpoint_health_check_interval,
+            coordination=coordination,
+            lease_ttl=lease_ttl,
+            api_key=api_key,
+            allow_insecure_key=allow_insecure_key,
             environ=environ,
         )
-        if any(endpoint.url == LOCAL_ENDPOINT for endpoint in config.endpoints):
-            raise ValueError("local:// cannot be used yet: name the URL of a GPU server, such as http://localhost:8000")
         settings = PoolSettings(
             memory_threshold_percent=config.memory_threshold,
             utilization_threshold_percent=config.utilization_threshold,
@@ -96,6 +115,22 @@ class GPUWorkerPoolClient:
             tell_endpoints=self._tell_endpoints,
             also_asking=[GPUWorkerPoolClient.queue_request_for_retry.__code__],
         )
+        #: Whoever gives GPUs, unless that is the manager alone: the one question that every request is asked.
+        self._leases: LeasePool | forks.Forked | None = None
+        #: Which endpoints give leases, and whoever has to do with those.
+        self._coordinator = Coordinator(
+            config,
+            settings,
+            self._manager,
+            timeout_seconds=self._timeout_seconds,
+            tell_endpoints=self._tell_endpoints,
+            want_reading=self._wake,
+            on_lease_lost=on_lease_lost,
+            also_asking=[GPUWorkerPoolClient.queue_request_for_retry.__code__],
+            environ=environ,
+            chosen=partial(setattr, self, "_leases"),
+        )
+        self._pid = os.getpid()
         self._endpoints = EndpointManager(config.endpoints)
         self._callbacks: list[Callable[[GPUStats], object]] = []
         self._http: MultiEndpointHTTPClientPool | None = None
@@ -115,6 +150,9 @@ class GPUWorkerPoolClient:
                 raise AlreadyStartedError("the client is already started")
             self._forget()
         await self._manager.start()
+        self._pid = os.getpid()
+        forks.watch(self)
+        self._coordinator.start()
         try:
             self._http = MultiEndpointHTTPClientPool(timeout_seconds=self._timeout_seconds)
             # How they were in an earlier life says nothing about this one.
@@ -124,7 +162,7 @@ class GPUWorkerPoolClient:
             self._in_use_at_return.clear()
             self._same_gpus = SameGPUs()
             for endpoint in self._endpoints:
-                self._manager.endpoint_lost(self._pool_id(endpoint))  # what it has is not known yet
+                self._coordinator.added(endpoint)
             self._monitors.start()
             await self._monitors.next_fetches(FIRST_ANSWERS_SECONDS)
         except BaseException:
@@ -141,6 +179,7 @@ class GPUWorkerPoolClient:
         try:
             await self._manager.stop()
             self._endpoint_is_back.set()
+            await self._coordinator.stop()
             await self._monitors.stop()
         finally:
             if http is not None:
@@ -149,8 +188,18 @@ class GPUWorkerPoolClient:
     def _forget(self) -> None:
         """Its event loop is closed, and everything that ran in it is gone; nothing is left to wait for."""
         self._manager.forget()
+        self._coordinator.forget()
         self._monitors = MultiEndpointGPUMonitor(())
         self._http = None
+
+    def _forked(self) -> None:
+        """In a child process, which has a copy of everything and may use nothing of it."""
+        if self._manager.is_running:
+            forks.leave_alone(self._http, self._monitors)
+            self._manager.forget()
+            self._coordinator.forked(self._pid)
+            self._monitors = MultiEndpointGPUMonitor(())
+            self._http = None
 
     @property
     def is_running(self) -> bool:
@@ -186,8 +235,22 @@ class GPUWorkerPoolClient:
 
         Raises `WorkerTimeoutError` after `timeout` seconds (the client's `worker_timeout` if None), which is a
         `ServiceUnavailableError` too if no endpoint answered; `ImpossibleRequestError` at once if no GPU can ever
-        serve it.
+        serve it. From a server that gives leases it is one, renewed until it is released.
         """
+        if self._leases is not None:
+            return self._leases.request_gpu(
+                timeout,
+                count=count,
+                memory_mb=memory_mb,
+                share=share,
+                min_free_memory_mb=min_free_memory_mb,
+                gpu_model=gpu_model,
+                only=only,
+                exclude=exclude,
+                priority=priority,
+                policy=policy,
+                label=label,
+            )
         return self._manager.request_gpu(
             timeout,
             count=count,
@@ -203,12 +266,14 @@ class GPUWorkerPoolClient:
         )
 
     def release_gpu(self, assignment: GPUAssignment) -> Coroutine[Any, Any, None]:
-        """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back before."""
+        """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back or lost before."""
+        if self._leases is not None:
+            return self._leases.release_gpu(assignment)
         return self._manager.release_gpu(assignment)
 
     def explain(self, **wishes: Any) -> Explanation:
         """Why somebody who asked for this now would wait: GPU by GPU, with the numbers."""
-        return self._manager.explain(**wishes)
+        return self._coordinator.explain(**wishes)
 
     # --- looking ---
 
@@ -217,7 +282,7 @@ class GPUWorkerPoolClient:
 
     def get_pool_status(self) -> PoolStatus:
         """A `MultiEndpointPoolStatus` with many endpoints."""
-        status = self._manager.get_pool_status()
+        status = self._coordinator.get_pool_status()
         if not self._config.multi_endpoint:
             return status
         return MultiEndpointPoolStatus(
@@ -235,42 +300,17 @@ class GPUWorkerPoolClient:
         """What is known of each endpoint; None where the client is not started or has one endpoint only."""
         if not (self._manager.is_running and self._config.multi_endpoint):
             return None
-        return [_for_a_report(info) for info in self._endpoint_infos()]
+        return [client_reports.as_dict(info) for info in self._endpoint_infos()]
 
     def get_detailed_metrics(self) -> dict[str, Any]:
-        status = self.get_pool_status()
-        pool, now = self._manager.pool, self._manager.now
-        metrics: dict[str, Any] = {
-            "timestamp": datetime.now().isoformat(),
-            "is_running": True,
-            "total_gpus": status.total_gpus,
-            "available_gpus": status.available_gpus,
-            "active_workers": status.active_workers,
-            "blocked_workers": status.blocked_workers,
-            "thresholds": {
-                "memory_threshold_percent": self._config.memory_threshold,
-                "utilization_threshold_percent": self._config.utilization_threshold,
-            },
-            "gpu_metrics": pool_metrics.gpu_metrics(pool, now),
-            "assignment_metrics": pool_metrics.assignment_metrics(pool, now),
-            "queue_metrics": pool_metrics.queue_metrics(pool, now),
-        }
-        if self._config.multi_endpoint:
-            grants = self._manager.grants
-            total = sum(grants.values())
-            metrics["endpoints"] = [
-                {**_for_a_report(info), **endpoint.metrics(), "grants": grants.get(info.endpoint_id, 0)}
-                for info, endpoint in zip(self._endpoint_infos(), self._endpoints, strict=True)
-            ]
-            metrics["load_balancer"] = {
-                "strategy": self._config.load_balancing_strategy,
-                "total_grants": total,
-                "share_of_grants": {
-                    endpoint.endpoint_id: grants.get(endpoint.endpoint_id, 0) / total if total else 0.0
-                    for endpoint in self._endpoints
-                },
-            }
-        return metrics
+        return client_reports.detailed_metrics(
+            self._config,
+            self.get_pool_status(),
+            self._coordinator,
+            [*zip(self._endpoint_infos(), self._endpoints, strict=True)],
+            self._manager.grants,
+            self._manager.now,
+        )
 
     def get_health(self) -> dict[str, Any]:
         """`status` is healthy, degraded (some endpoints do not answer) or unhealthy (none does)."""
@@ -333,24 +373,8 @@ class GPUWorkerPoolClient:
             self._queued_requests -= 1
 
     def print_error_recovery_summary(self) -> None:
-        status = self.get_error_recovery_status()
-        degradation, breakers = status["degradation_manager"], status["circuit_breaker_stats"]
-        counts = f"{len(degradation['healthy_endpoints'])}/{degradation['total_endpoints']} endpoints healthy"
-        lines = [
-            "=== Error Recovery Status ===",
-            f"Degradation Status: {degradation['status'].capitalize()} ({counts})",
-        ]
-        for endpoint in self._endpoints:
-            breaker = breakers[endpoint.endpoint_id]
-            retry = breaker["retry_in_seconds"]
-            lines.append(
-                f"  {endpoint.endpoint_id}: {'healthy' if endpoint.is_healthy else 'degraded'}"
-                f", circuit breaker {breaker['state']}"
-                + (f", next attempt in {retry:.0f} s" if retry is not None else "")
-                + (f": {endpoint.last_error}" if endpoint.last_error else "")
-            )
-        lines.append(f"Queued requests: {status['recovery_orchestrator']['queued_requests']}")
-        print("\n".join(lines))  # noqa: T201  # which is what it is for
+        text = client_reports.recovery_summary(self.get_error_recovery_status(), self._endpoints)
+        print(text)  # noqa: T201  # which is what it is for
 
     # --- endpoints that come and go ---
 
@@ -363,7 +387,7 @@ class GPUWorkerPoolClient:
         except ValueError:
             self._endpoints.remove(endpoint.endpoint_id)
             raise
-        self._manager.endpoint_lost(self._pool_id(endpoint))  # what it has is not known yet
+        self._coordinator.added(endpoint)
         self._monitors.add(monitor)
         return endpoint.endpoint_id
 
@@ -376,16 +400,16 @@ class GPUWorkerPoolClient:
             raise ValueError(f"there is no endpoint {endpoint_id!r}; there are {known or 'none'}")
         self._endpoints.remove(endpoint_id)
         monitor = self._monitors.remove(endpoint_id)
-        self._manager.endpoint_lost(self._pool_id(endpoint), is_removed=True)
+        self._coordinator.removed(endpoint)
         await monitor.stop()
 
     # --- what monitors tell ---
 
     def _monitor(self, endpoint: Endpoint) -> GPUMonitor:
         assert self._http is not None
-        client: StatsClient = self._http.client_for(endpoint.config)
+        client: StatsClient = self._stats_client(endpoint, endpoint.config)
         if self._config.endpoint_is_default:
-            clients = [self._http.client_for(config) for config in (endpoint.config, SERVER_DEFAULT)]
+            clients = [self._stats_client(endpoint, config) for config in (endpoint.config, SERVER_DEFAULT)]
             client = FirstThatAnswers(clients, chosen=endpoint.moved_to)
         return GPUMonitor(
             endpoint,
@@ -397,6 +421,10 @@ class GPUWorkerPoolClient:
             on_lost=self._lose,
             callbacks=self._callbacks,
         )
+
+    def _stats_client(self, endpoint: Endpoint, config: EndpointConfig) -> StatsClientWithURL:
+        assert self._http is not None
+        return self._coordinator.stats_client(endpoint, config, self._http)
 
     @property
     def _timeout_seconds(self) -> float:
@@ -412,23 +440,24 @@ class GPUWorkerPoolClient:
         stats, pool_id = fetched.stats, self._pool_id(endpoint)
         if since_return is None:
             self._in_use_at_return.pop(pool_id, None)
-        elif len(self._endpoints.healthy) > 1:  # alone it has nobody to share the rush with
+        # Alone it has nobody to share the rush with; and one that gives leases sees to it itself.
+        elif len(self._endpoints.healthy) > 1 and self._coordinator.is_in_process(endpoint):
             in_use = self._in_use_at_return.setdefault(pool_id, pool_metrics.gpus_in_use(self._manager.pool, pool_id))
             stats = coming_back(stats, since_return, in_use)
         stats = self._same_gpus.marked(
             endpoint.endpoint_id,
             stats,
-            pool_metrics.held_uuids(self._manager.pool),
+            pool_metrics.held_uuids(self._coordinator.pools),
             lambda gpu_id: f"{pool_id}:{gpu_id}" if pool_id else str(gpu_id),
         )
-        self._manager.update_stats(stats, endpoint_id=pool_id, age_seconds=time.monotonic() - fetched.sent_at)
+        self._coordinator.take(endpoint, stats, fetched.sent_at, self._same_gpus)
         self._endpoint_is_back.set()
 
     def _lose(self, endpoint: Endpoint) -> None:
         self._same_gpus.forget(endpoint.endpoint_id)
         if not self._manager.is_running:
             return
-        self._manager.endpoint_lost(self._pool_id(endpoint))
+        self._coordinator.lose(endpoint)
 
     def _wake(self, pool_id: str) -> None:
         for endpoint in self._endpoints:
@@ -440,7 +469,7 @@ class GPUWorkerPoolClient:
         return "; ".join(endpoint.told() for endpoint in self._endpoints if not endpoint.is_healthy)
 
     def _endpoint_infos(self) -> list[EndpointInfo]:
-        counts = pool_metrics.gpu_counts(self._manager.pool, self._manager.now)
+        counts = pool_metrics.gpu_counts(self._coordinator.pools, self._manager.now)
         infos = []
         for endpoint in self._endpoints:
             total, available = counts.get(self._pool_id(endpoint), (0, 0))
@@ -466,11 +495,6 @@ class GPUWorkerPoolClient:
         self._check_started()
         if not self._config.multi_endpoint:
             raise RuntimeError("this needs many endpoints: construct the client with service_endpoints=…")
-
-
-def _for_a_report(info: EndpointInfo) -> dict[str, Any]:
-    """As people dump it: JSON knows no moments."""
-    return {**asdict(info), "last_seen": None if info.last_seen is None else info.last_seen.isoformat()}
 
 
 class GPUContextManager:
@@ -506,7 +530,7 @@ class GPUContextManager:
         self._is_used = False
         if assignment is not None:
             # A client that was stopped meanwhile has said so; what the block raised matters more.
-            with suppress(NotStartedError):
+            with suppress(NotStartedError, *((StaleAssignmentError,) if kind else ())):
                 await self._client.release_gpu(assignment)
 
 

@@ -15,14 +15,17 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self, TypeGuard, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeGuard, TypeVar, get_args
 
 from gpu_worker_pool.core.settings import Strategy
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+#: Who decides which GPU is whose: servers that offer leases, or this process alone.
+Coordination = Literal["auto", "leases", "local"]
 
 DEFAULT_SERVICE_ENDPOINT = "http://localhost:8080"
 DEFAULT_LOAD_BALANCING_STRATEGY: Strategy = "availability"
@@ -34,6 +37,9 @@ DEFAULT_REQUEST_TIMEOUT = 30.0
 DEFAULT_ENDPOINT_TIMEOUT = 10.0
 DEFAULT_ENDPOINT_MAX_RETRIES = 3
 DEFAULT_ENDPOINT_HEALTH_CHECK_INTERVAL = 30
+DEFAULT_COORDINATION: Coordination = "auto"
+DEFAULT_LEASE_TTL = 60.0
+SHORTEST_LEASE_TTL, LONGEST_LEASE_TTL = 2.0, 3600.0
 
 #: Stands for the GPUs of this host without a server.
 LOCAL_ENDPOINT = "local://"
@@ -69,10 +75,40 @@ def validate_max_retries(value: object, name: str = "endpoint_max_retries") -> i
 
 def validate_load_balancing_strategy(value: object, name: str = "load_balancing_strategy") -> Strategy:
     strategies: tuple[Strategy, ...] = get_args(Strategy)
-    for strategy in strategies:
-        if value == strategy:
-            return strategy
-    raise ValueError(f"{name} must be one of {', '.join(strategies)}, not {value!r}")
+    return _one_of(strategies, value, name)
+
+
+def validate_coordination(value: object, name: str = "coordination") -> Coordination:
+    choices: tuple[Coordination, ...] = get_args(Coordination)
+    return _one_of(choices, value, name)
+
+
+def validate_lease_ttl(value: object, name: str = "lease_ttl") -> float:
+    if _is_number(value) and SHORTEST_LEASE_TTL <= value <= LONGEST_LEASE_TTL:
+        return float(value)
+    limits = f"{SHORTEST_LEASE_TTL:g} to {LONGEST_LEASE_TTL:g}"
+    raise ValueError(f"{name} must be a number of seconds from {limits}, not {value!r}")
+
+
+def validate_api_key(value: object, name: str = "api_key") -> str:
+    """Never shows what it was given: a key with a typo in it is nearly a key."""
+    if isinstance(value, str) and _API_KEY.fullmatch(value):
+        return value
+    what = "one with other characters" if isinstance(value, str) else f"a value of type {type(value).__name__}"
+    raise ValueError(f"{name} must be a key of 1 to 512 ASCII characters without blanks, not {what}")
+
+
+def validate_flag(value: object, name: str = "allow_insecure_key") -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{name} must be True or False, not {value!r}")
+
+
+def _one_of(choices: tuple[T, ...], value: object, name: str) -> T:
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -88,6 +124,23 @@ class EndpointConfig:
     endpoint_id: str
     #: In one spelling only: lower-case scheme and host, no default port, no trailing slash.
     url: str
+
+
+def is_private_url(url: str) -> bool:
+    """Whether nobody in between can read along: https, or this host."""
+    return not url.startswith("http://") or is_loopback_url(url)
+
+
+def is_loopback_url(url: str) -> bool:
+    match = _URL.fullmatch(url)
+    if match is None:
+        return url == LOCAL_ENDPOINT
+    host = match["host"].lower()
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):  # a name, and who knows where it leads
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return False
 
 
 def parse_endpoint(text: str, name: str = "service_endpoint") -> EndpointConfig:
@@ -111,6 +164,7 @@ class _Address(NamedTuple):
 
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_API_KEY = re.compile(r"[!-~]{1,512}")
 _URL = re.compile(
     r"(?P<scheme>https?)://"
     r"(?P<host>[a-z0-9][a-z0-9._-]*|\[(?P<ipv6>[0-9a-f:.]+)\])"
@@ -310,12 +364,29 @@ class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
             DEFAULT_ENDPOINT_HEALTH_CHECK_INTERVAL,
         )
 
+    def get_coordination(self) -> Coordination:
+        return self._get("GPU_POOL_COORDINATION", str.lower, validate_coordination, DEFAULT_COORDINATION)
+
+    def get_lease_ttl(self) -> float:
+        return self._get("GPU_POOL_LEASE_TTL", float, validate_lease_ttl, DEFAULT_LEASE_TTL)
+
+    def get_api_key(self) -> str | None:
+        variable = "GPU_POOL_API_KEY"
+        try:
+            return validate_api_key(self._text(variable), variable) if self._text(variable) else None
+        except ValueError as error:
+            self._log_once(f"{error}; doing without it")
+            return None
+
     #: The first that names a good URL wins.
     _ENDPOINT_LISTS = ("GPU_STATS_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINTS")
 
     def _get_multiple_endpoints(self) -> list[EndpointConfig]:
         for variable in self._ENDPOINT_LISTS:
             endpoints, problems = _read_endpoints(self._text(variable), variable)
+            if any(endpoint.url == LOCAL_ENDPOINT for endpoint in endpoints):
+                problems.append(f"{variable}: local:// cannot be one of several; set GPU_SERVICE_ENDPOINT to it")
+                endpoints = tuple(endpoint for endpoint in endpoints if endpoint.url != LOCAL_ENDPOINT)
             for problem in problems:
                 self._log_once(f"{problem}; ignoring it")
             if endpoints:
@@ -343,6 +414,11 @@ class PoolConfig:
     endpoint_timeout: float
     endpoint_max_retries: int
     endpoint_health_check_interval: float
+    coordination: Coordination
+    lease_ttl: float
+    #: A secret: in no text, log or error.
+    api_key: str | None = field(repr=False)
+    allow_insecure_key: bool
 
     @classmethod
     def resolve(
@@ -359,6 +435,10 @@ class PoolConfig:
         endpoint_timeout: float | None = None,
         endpoint_max_retries: int | None = None,
         endpoint_health_check_interval: float | None = None,
+        coordination: str | None = None,
+        lease_ttl: float | None = None,
+        api_key: str | None = None,
+        allow_insecure_key: bool = False,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
         """An argument wins over every variable; what is left out is read from `environ`."""
@@ -410,4 +490,8 @@ class PoolConfig:
                 validate_polling_interval,
                 env.get_endpoint_health_check_interval,
             ),
+            coordination=pick("coordination", coordination, validate_coordination, env.get_coordination),
+            lease_ttl=pick("lease_ttl", lease_ttl, validate_lease_ttl, env.get_lease_ttl),
+            api_key=pick("api_key", api_key, validate_api_key, env.get_api_key),
+            allow_insecure_key=validate_flag(allow_insecure_key, "allow_insecure_key"),
         )

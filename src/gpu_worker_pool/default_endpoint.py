@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gpu_worker_pool.config import EndpointConfig
 from gpu_worker_pool.errors import NetworkRetryableError
@@ -11,7 +11,7 @@ from gpu_worker_pool.errors import NetworkRetryableError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gpu_worker_pool.http_client import AsyncGPUStatsHTTPClient, Fetched
+    from gpu_worker_pool.http_client import Fetched
 
 logger = logging.getLogger(__name__)
 
@@ -19,10 +19,17 @@ logger = logging.getLogger(__name__)
 SERVER_DEFAULT = EndpointConfig("localhost_8000", "http://localhost:8000")
 
 
+class StatsClientWithURL(Protocol):
+    @property
+    def url(self) -> str: ...
+
+    async def fetch(self) -> Fetched: ...
+
+
 class FirstThatAnswers:
     """Asks one after the other until one answers, and from then on only that one; `chosen` is told its URL."""
 
-    def __init__(self, clients: Sequence[AsyncGPUStatsHTTPClient], chosen: Callable[[str], object]) -> None:
+    def __init__(self, clients: Sequence[StatsClientWithURL], chosen: Callable[[str], object]) -> None:
         self._clients = tuple(clients)
         self._chosen = chosen
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from asyncio import current_task
-from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,7 +44,8 @@ class Holders(dict[str, Holder]):
     """By worker id.
 
     `is_forgotten` is called when an assignment object is gone unreleased; if it returns True, `asker_finished` is
-    called as soon as the task that asked has finished too.
+    called as soon as the task that asked has finished too. `is_outlived` is called instead, in whatever thread, for one
+    that outlived the loop.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Holders(dict[str, Holder]):
         asking: Collection[CodeType],
         is_forgotten: Forgotten,
         asker_finished: Callable[[Lease], object],
+        is_outlived: Callable[[Lease], object] = lambda _: None,
     ) -> None:
         self._loop = loop
         #: What a task runs that only asks, as `gather` and `wait_for` make them: it ends with the answer, and who is
@@ -61,6 +62,7 @@ class Holders(dict[str, Holder]):
         self._asking = asking
         self._is_forgotten = is_forgotten
         self._asker_finished = asker_finished
+        self._is_outlived = is_outlived
         self._on_dropped = self._dropped
 
     def hand_over(self, lease: Lease, worker: WorkerInfo | None = None) -> GPUAssignment:
@@ -78,6 +80,7 @@ class Holders(dict[str, Holder]):
                 assignment = assignment_of_one_gpu(gpu.index, worker_id, now, uuids, lease.fence)
         else:
             assignment = assignment_of(lease)
+        # As `watch` does it: a call more would cost every request.
         holder = Holder(assignment, self._on_dropped)
         holder.lease = lease
         holder.task = holder.worker = None
@@ -89,6 +92,16 @@ class Holders(dict[str, Holder]):
                 holder.task = weakref.ref(task)
         self[worker_id] = holder
         return assignment
+
+    def watch(self, assignment: GPUAssignment, lease: Lease) -> None:
+        """Keep an eye on an assignment that was made elsewhere, and stands for this lease."""
+        holder = Holder(assignment, self._on_dropped)
+        holder.lease = lease
+        holder.task = holder.worker = None
+        task = current_task(self._loop)
+        if task is not None and getattr(task.get_coro(), "cr_code", None) not in self._asking:
+            holder.task = weakref.ref(task)
+        self[lease.request.worker_id] = holder
 
     def lease_of(self, assignment: GPUAssignment) -> Lease | None:
         """What is held by it, or None if nothing is any more. A copy will do; another assignment will not."""
@@ -113,8 +126,10 @@ class Holders(dict[str, Holder]):
         if self.get(holder.lease.request.worker_id) is not holder:
             return  # it was released
         # Garbage is collected at any moment and in any thread; what it means is looked at in the loop's own time.
-        with suppress(RuntimeError):  # the loop is closed, and with it the pool
+        try:
             self._loop.call_soon_threadsafe(self._look_after, holder)
+        except RuntimeError:  # the loop is closed, and with it the pool
+            self._is_outlived(holder.lease)
 
     def _look_after(self, holder: Holder) -> None:
         """Its worker may still use the GPU, knowing only its number; so it counts until the task has finished."""

@@ -1,6 +1,6 @@
-"""One GET of a GPU statistics server, bounded in time and size; it retries nothing and remembers nothing.
+"""One request to a GPU server, bounded in time and size; it retries nothing and remembers nothing.
 
-Whatever a server does, `fetch` ends within its timeout with stats or with one of the errors below.
+Whatever a server does, `exchange` and `fetch` end within their timeout with an answer or with one of the errors below.
 """
 
 from __future__ import annotations
@@ -25,16 +25,24 @@ from gpu_worker_pool.errors import (
     ServiceUnavailableError,
 )
 from gpu_worker_pool.name_lookup import make_resolver
-from gpu_worker_pool.replies import LARGEST_BODY_BYTES, cleaned, parse_detail, parse_retry_after, parse_stats
+from gpu_worker_pool.replies import (
+    LARGEST_BODY_BYTES,
+    cleaned,
+    parse_detail,
+    parse_features,
+    parse_retry_after,
+    parse_stats,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from gpu_worker_pool.config import EndpointConfig
     from gpu_worker_pool.errors import GPUWorkerPoolError
     from gpu_worker_pool.models import GPUStats
 
 __all__ = [
+    "Answer",
     "AsyncGPUStatsHTTPClient",
     "Fetched",
     "MultiEndpointHTTPClientPool",
@@ -43,7 +51,10 @@ __all__ = [
     "ServiceRefusedError",
     "ServiceRetryableError",
     "ServiceUnavailableError",
+    "exchange",
     "make_session",
+    "status_error",
+    "under",
 ]
 
 #: What a server says about its error is read for this long and this far; the error itself must not wait for it.
@@ -83,6 +94,85 @@ def make_session(*, limit_per_host: int = 8, ssl_context: ssl.SSLContext | None 
     )
 
 
+def under(url: str, path: str) -> URL:
+    """A path of a server, `url` being as it was configured: to quote it again would make another path of it."""
+    found = URL(f"{url.rstrip('/')}{path}", encoded=True)
+    if found.scheme not in ("http", "https") or found.user is not None:
+        raise ValueError("url must begin with http:// or https:// and hold no user name or password")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A reply to its last byte, whatever its status."""
+
+    status: int
+    #: Of one that is not 2xx only if it is short and came soon; else None.
+    body: bytes | None
+    headers: Mapping[str, str]
+
+
+async def exchange(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: URL,
+    *,
+    timeout_seconds: float,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+    most_bytes: int = LARGEST_BODY_BYTES,
+) -> Answer:
+    """Ask and read the answer; a `RetryableError` where there is none, or none that can be read."""
+    try:
+        # Of the whole: a name server, a handshake, or a byte every second cannot stretch it. Leaving the inner block
+        # with something unread closes the connection instead of keeping it for the next one.
+        async with (
+            asyncio.timeout(timeout_seconds),
+            session.request(method, url, allow_redirects=False, data=body, headers=headers) as response,
+        ):
+            status = response.status
+            if not 200 <= status < 300:
+                return Answer(status, await _read_detail(response), response.headers)
+            encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+            if encoding not in ("identity", ""):
+                what = f"the reply is encoded as {cleaned(encoding, 40)!r}, which was not asked for"
+                raise _bad_reply(method, url, what, status)
+            read = await _read(response, most_bytes)
+            if read is None:
+                raise _bad_reply(method, url, f"the reply has more than {most_bytes} bytes", status)
+            return Answer(status, read, response.headers)
+    except TimeoutError:
+        raise NetworkRetryableError(f"{method} {url} failed: no complete reply within {timeout_seconds:g} s") from None
+    except aiohttp.ClientResponseError as error:
+        raise _bad_reply(method, url, f"the reply is not HTTP: {cleaned(error.message, 100)}") from None
+    # A host name that cannot even be encoded is a UnicodeError.
+    except (aiohttp.ClientError, OSError, UnicodeError) as error:
+        raise NetworkRetryableError(f"{method} {url} failed: {_reason(error)}") from error
+
+
+def status_error(method: str, url: URL, answer: Answer, hint: str = "") -> GPUWorkerPoolError:
+    """What a status means that was not hoped for; `hint` is for one that the server does not explain."""
+    status, headers = answer.status, answer.headers
+    says = f"{method} {url} was answered with {status}"
+    if 300 <= status < 400:
+        says += (
+            f", a redirect to {cleaned(headers.get('Location', 'nowhere'), 200)}, which is not followed; "
+            "configure the URL that answers itself"
+        )
+    elif answer.body is not None and (detail := parse_detail(answer.body)):
+        says += f": {detail}"
+    elif hint:
+        says += f"; {hint}"
+    if 400 <= status < 500 and status not in (408, 429):
+        return ServiceRefusedError(says, status=status)
+    wait = parse_retry_after(headers.get("Retry-After"), headers.get("Date"), time.time())
+    return ServiceRetryableError(says, status=status, retry_after_seconds=wait)
+
+
+def _bad_reply(method: str, url: URL, what: str, status: int | None = None) -> ServiceRetryableError:
+    return ServiceRetryableError(f"{method} {url} was answered, but {what}", status=status)
+
+
 @dataclass(frozen=True, slots=True)
 class Fetched:
     stats: GPUStats
@@ -106,10 +196,8 @@ class AsyncGPUStatsHTTPClient:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = url.rstrip("/")
-        # As configured: to quote it again would make another path of it.
-        self._summary_url = URL(f"{self.url}/gpu/summary", encoded=True)
-        if self._summary_url.scheme not in ("http", "https") or self._summary_url.user is not None:
-            raise ValueError("url must begin with http:// or https:// and hold no user name or password")
+        self._home_url = under(url, "/")
+        self._summary_url = under(url, "/gpu/summary")
         self.timeout_seconds = timeout_seconds
         self._session = session
         self._now = now
@@ -119,62 +207,30 @@ class AsyncGPUStatsHTTPClient:
 
     async def fetch(self) -> Fetched:
         sent_at = self._now()
-        try:
-            # Of the whole: a name server, a handshake, or a byte every second cannot stretch it.
-            async with asyncio.timeout(self.timeout_seconds):
-                body = await self._get()
-        except TimeoutError:
-            raise NetworkRetryableError(
-                f"GET {self._summary_url} failed: no complete reply within {self.timeout_seconds:g} s"
-            ) from None
-        except aiohttp.ClientResponseError as error:
-            raise self._bad_reply(f"the reply is not HTTP: {cleaned(error.message, 100)}") from None
-        # A host name that cannot even be encoded is a UnicodeError.
-        except (aiohttp.ClientError, OSError, UnicodeError) as error:
-            raise NetworkRetryableError(f"GET {self._summary_url} failed: {_reason(error)}") from error
+        url = self._summary_url
+        answer = await exchange(self._session, "GET", url, timeout_seconds=self.timeout_seconds)
         took_seconds = self._now() - sent_at
+        body = answer.body
+        if answer.status != 200 or body is None:
+            is_missing = answer.status == 404
+            hint = "is this a GPU statistics server, and is its API_PREFIX part of the configured URL?"
+            raise status_error("GET", url, answer, hint if is_missing else "")
         try:
             if len(body) < _LARGE_BODY_BYTES:
                 parsed = parse_stats(body)
             else:
                 parsed = await asyncio.to_thread(parse_stats, body)
         except ServiceRetryableError as error:
-            raise self._bad_reply(str(error), status=200) from None
+            raise _bad_reply("GET", url, str(error), status=200) from None
         return Fetched(parsed.stats, parsed.problems, sent_at, took_seconds)
 
-    async def _get(self) -> bytes:
-        # Leaving the block with something unread closes the connection instead of keeping it for the next fetch.
-        async with self._session.get(self._summary_url, allow_redirects=False) as response:
-            if response.status != 200:
-                raise await self._status_error(response)
-            encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-            if encoding not in ("identity", ""):
-                what = f"the reply is encoded as {cleaned(encoding, 40)!r}, which was not asked for"
-                raise self._bad_reply(what, response.status)
-            body = await _read(response, LARGEST_BODY_BYTES)
-            if body is None:
-                raise self._bad_reply(f"the reply has more than {LARGEST_BODY_BYTES} bytes", response.status)
-            return body
-
-    async def _status_error(self, response: aiohttp.ClientResponse) -> GPUWorkerPoolError:
-        status, headers = response.status, response.headers
-        says = f"GET {self._summary_url} was answered with {status}"
-        if 300 <= status < 400:
-            says += (
-                f", a redirect to {cleaned(headers.get('Location', 'nowhere'), 200)}, which is not followed; "
-                "configure the URL that answers itself"
-            )
-        elif detail := await _read_detail(response):
-            says += f": {detail}"
-        elif status == 404:
-            says += "; is this a GPU statistics server, and is its API_PREFIX part of the configured URL?"
-        if 400 <= status < 500 and status not in (408, 429):
-            return ServiceRefusedError(says, status=status)
-        wait = parse_retry_after(headers.get("Retry-After"), headers.get("Date"), time.time())
-        return ServiceRetryableError(says, status=status, retry_after_seconds=wait)
-
-    def _bad_reply(self, what: str, status: int | None = None) -> ServiceRetryableError:
-        return ServiceRetryableError(f"GET {self._summary_url} was answered, but {what}", status=status)
+    async def features(self) -> frozenset[str] | None:
+        """What the server says it offers beyond statistics; None where it says nothing about that, as older ones do."""
+        answer = await exchange(self._session, "GET", self._home_url, timeout_seconds=self.timeout_seconds)
+        if answer.status >= 500 or answer.status in (408, 429):
+            # It might offer leases when it is better, and must not be taken for one that does not.
+            raise status_error("GET", self._home_url, answer)
+        return None if answer.status != 200 or answer.body is None else parse_features(answer.body)
 
 
 class MultiEndpointHTTPClientPool:
@@ -204,13 +260,12 @@ async def _read(response: aiohttp.ClientResponse, most_bytes: int) -> bytes | No
     return bytes(body)
 
 
-async def _read_detail(response: aiohttp.ClientResponse) -> str | None:
+async def _read_detail(response: aiohttp.ClientResponse) -> bytes | None:
     try:
         async with asyncio.timeout(_DETAIL_SECONDS):
-            body = await _read(response, _DETAIL_BYTES)
+            return await _read(response, _DETAIL_BYTES)
     except (aiohttp.ClientError, OSError):  # of which TimeoutError is one
         return None
-    return None if body is None else parse_detail(body)
 
 
 def _reason(error: Exception) -> str:

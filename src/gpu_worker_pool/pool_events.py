@@ -31,10 +31,10 @@ def blocked(worker_id: str, wishes: Wishes, others_waiting: int, free_gpus: int)
     logger.info(message, worker_id, wishes, others_waiting, free_gpus, extra=extra)
 
 
-def assigned(lease: Lease) -> None:
+def assigned(lease: Lease, *, was_blocked: bool = True) -> None:
     worker_id = lease.request.worker_id
     waited = lease.granted_at - lease.requested_at
-    if waited > 0:
+    if waited > 0 and was_blocked:
         extra = {"event": "unblocked", "worker_id": worker_id, "waited_seconds": waited}
         logger.info("%s has waited %.3f s", worker_id, waited, extra=extra)
     extra = {"event": "assigned", "worker_id": worker_id, "gpu_ids": lease.gpu_ids, "endpoint_id": lease.endpoint_id}

@@ -1,13 +1,17 @@
-"""The pool's numbers: looked at, never changed."""
+"""The numbers of pools, one or several that make one: looked at, never changed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.core.wishes import PLAIN
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.core import Pool
+    from collections.abc import Sequence
+
+    from gpu_worker_pool.core import Explanation, Pool, Waiter
+    from gpu_worker_pool.models import PoolStatus
 
 
 def gpu_metrics(pool: Pool, now: float) -> list[dict[str, Any]]:
@@ -33,13 +37,14 @@ def gpu_metrics(pool: Pool, now: float) -> list[dict[str, Any]]:
     return found
 
 
-def assignment_metrics(pool: Pool, now: float) -> dict[str, Any]:
-    live = [lease for lease in pool.leases if lease.is_live]
+def assignment_metrics(pools: Sequence[Pool], now: float) -> dict[str, Any]:
+    leases = [lease for pool in pools for lease in pool.leases]
+    live = [lease for lease in leases if lease.is_live]
     return {
         "total_assignments": len(live),
         "assigned_gpus": sum(len(lease.gpu_ids) for lease in live),
-        "quarantined": sum(not lease.is_live for lease in pool.leases),
-        "granted_total": pool.fence,
+        "quarantined": len(leases) - len(live),
+        "granted_total": sum(pool.fence for pool in pools),
         "longest_held_seconds": max((now - lease.granted_at for lease in live), default=None),
         "assignments": [
             {
@@ -49,13 +54,12 @@ def assignment_metrics(pool: Pool, now: float) -> dict[str, Any]:
                 "waited_seconds": lease.granted_at - lease.requested_at,
                 "label": lease.request.label,
             }
-            for lease in sorted(live, key=lambda lease: lease.fence)
+            for lease in sorted(live, key=lambda lease: (lease.granted_at, lease.fence))
         ],
     }
 
 
-def queue_metrics(pool: Pool, now: float) -> dict[str, Any]:
-    waiters = pool.queue.in_order()
+def queue_metrics(waiters: Sequence[Waiter], now: float) -> dict[str, Any]:
     return {
         "queue_size": len(waiters),
         "longest_wait_seconds": max((now - waiter.enqueued_at for waiter in waiters), default=None),
@@ -71,20 +75,48 @@ def queue_metrics(pool: Pool, now: float) -> dict[str, Any]:
     }
 
 
-def gpu_counts(pool: Pool, now: float) -> dict[str, tuple[int, int]]:
+def gpu_counts(pools: Sequence[Pool], now: float) -> dict[str, tuple[int, int]]:
     """By endpoint: how many GPUs it shows, and how many of them are free."""
-    allocator = pool.allocator
+    # The last pool in which one is found is the one that it is in now.
     return {
-        name: (endpoint.present, len(endpoint.free) if allocator.is_fresh(endpoint, now) else 0)
-        for name, endpoint in allocator.endpoints.items()
+        name: (endpoint.present, len(endpoint.free) if pool.allocator.is_fresh(endpoint, now) else 0)
+        for pool in pools
+        for name, endpoint in pool.allocator.endpoints.items()
     }
 
 
-def held_uuids(pool: Pool) -> dict[str, str]:
+def held_uuids(pools: Sequence[Pool]) -> dict[str, str]:
     """By UUID, the id under which a GPU is assigned, or in quarantine."""
-    return {gpu.uuid: gpu.gpu_id for lease in pool.leases for gpu in lease.held if gpu.uuid is not None}
+    leases = [lease for pool in pools for lease in pool.leases]
+    return {gpu.uuid: gpu.gpu_id for lease in leases for gpu in lease.held if gpu.uuid is not None}
 
 
 def gpus_in_use(pool: Pool, endpoint_id: str) -> set[int]:
     """The numbers of an endpoint's GPUs that are assigned, or in quarantine."""
     return {gpu.index for lease in pool.leases if lease.endpoint_id == endpoint_id for gpu in lease.held}
+
+
+def added(one: PoolStatus, other: PoolStatus) -> PoolStatus:
+    """Of pools that have no GPU in common."""
+    return replace(
+        one,
+        total_gpus=one.total_gpus + other.total_gpus,
+        available_gpus=one.available_gpus + other.available_gpus,
+        active_workers=one.active_workers + other.active_workers,
+        blocked_workers=one.blocked_workers + other.blocked_workers,
+        gpu_assignments=one.gpu_assignments | other.gpu_assignments,
+    )
+
+
+def explained(one: Explanation, other: Explanation) -> Explanation:
+    """Of pools that have no GPU in common, and all of which are asked."""
+    if not other.gpus or not one.gpus:
+        return one if one.gpus else other
+    can_be_served = [each for each in (one, other) if not each.impossible]
+    return replace(
+        one,
+        position=max(one.position, other.position),
+        gpus=(*one.gpus, *other.gpus),
+        impossible=() if can_be_served else (*one.impossible, *other.impossible),
+        summary="; ".join(dict.fromkeys(each.summary for each in can_be_served or (one, other))),
+    )

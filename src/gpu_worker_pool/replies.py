@@ -102,6 +102,11 @@ def parse_stats(body: bytes) -> ParsedReply:
     return ParsedReply(stats, _few(problems))
 
 
+def parse_json(body: bytes) -> object:
+    """Of any shape; a `ServiceRetryableError` for what is none, or too much of it."""
+    return _decoded(body)
+
+
 def parse_detail(body: bytes) -> str | None:
     """What a server says about its error, if it says it as ours does: `{"detail": "…"}`."""
     try:
@@ -110,6 +115,16 @@ def parse_detail(body: bytes) -> str | None:
         return None
     detail = reply.get("detail") if isinstance(reply, dict) else None
     return cleaned(detail, _LONGEST_SENTENCE) or None if isinstance(detail, str) else None
+
+
+def parse_features(body: bytes) -> frozenset[str] | None:
+    """What a server lists as its `features`; None where it lists none, as older and foreign ones do."""
+    try:
+        reply = _decoded(body)
+    except ServiceRetryableError:
+        return None
+    features = reply.get("features") if isinstance(reply, dict) else None
+    return frozenset(name for name in features if isinstance(name, str)) if isinstance(features, list) else None
 
 
 def parse_retry_after(value: str | None, date: str | None, now: float) -> float | None:

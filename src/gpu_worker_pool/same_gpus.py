@@ -39,6 +39,11 @@ class SameGPUs:
         """It does not answer: another one may show its GPUs."""
         self._shown_by = {uuid: shown_by for uuid, shown_by in self._shown_by.items() if shown_by != endpoint_id}
 
+    def is_shadow(self, endpoint_id: str, stats: GPUStats) -> bool:
+        """Whether all that an endpoint shows are GPUs of another one."""
+        uuids = [row.uuid for row in stats.gpus_summary if row.uuid is not None]
+        return bool(uuids) and all(self._shown_by.get(uuid, endpoint_id) != endpoint_id for uuid in uuids)
+
     def _fault(
         self, endpoint_id: str, row: GPUInfo, held: Mapping[str, str], name_of: Callable[[int], str]
     ) -> str | None:

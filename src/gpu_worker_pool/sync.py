@@ -15,7 +15,13 @@ from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 from gpu_worker_pool.client import GPUWorkerPoolClient as AsyncClient
-from gpu_worker_pool.errors import AlreadyStartedError, NotStartedError, PoolStoppedError, ServiceUnavailableError
+from gpu_worker_pool.errors import (
+    AlreadyStartedError,
+    NotStartedError,
+    PoolStoppedError,
+    ServiceUnavailableError,
+    StaleAssignmentError,
+)
 from gpu_worker_pool.loop_thread import Call, LoopThread
 
 if TYPE_CHECKING:
@@ -54,6 +60,11 @@ class GPUWorkerPoolClient:
         endpoint_timeout: float | None = None,
         endpoint_max_retries: int | None = None,
         endpoint_health_check_interval: float | None = None,
+        coordination: str | None = None,
+        lease_ttl: float | None = None,
+        api_key: str | None = None,
+        allow_insecure_key: bool = False,
+        on_lease_lost: Callable[[GPUAssignment], object] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._client = AsyncClient(
@@ -68,6 +79,11 @@ class GPUWorkerPoolClient:
             endpoint_timeout=endpoint_timeout,
             endpoint_max_retries=endpoint_max_retries,
             endpoint_health_check_interval=endpoint_health_check_interval,
+            coordination=coordination,
+            lease_ttl=lease_ttl,
+            api_key=api_key,
+            allow_insecure_key=allow_insecure_key,
+            on_lease_lost=on_lease_lost,
             environ=environ,
         )
         #: For starts and stops at the same moment; nobody keeps it for long.
@@ -167,7 +183,7 @@ class GPUWorkerPoolClient:
         return running.request(Call(request))
 
     def release_gpu(self, assignment: GPUAssignment) -> None:
-        """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back before."""
+        """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back or lost before."""
         running = self._usable()
         try:
             running.do(partial(running.release, assignment))
@@ -344,7 +360,7 @@ class GPUContextManager:
         try:
             if self.assignment is not None:
                 # A client that was stopped meanwhile has said so; what the block raised matters more.
-                with suppress(NotStartedError):
+                with suppress(NotStartedError, *((StaleAssignmentError,) if kind else ())):
                     self._client.release_gpu(self.assignment)
         except BaseException:
             self._give_back()

@@ -179,7 +179,8 @@ class WorkerPoolManager:
         return self._pool is not None and self._loop.is_closed()
 
     def forget(self) -> None:
-        """For one that is abandoned: nobody who waited in that loop is left to be told."""
+        """For one that is abandoned, or a forked copy: nobody who waited in that loop is left to be told."""
+        self._holders.clear()
         self._pool = None
 
     def check_here(self) -> None:
@@ -301,7 +302,7 @@ class WorkerPoolManager:
         if timeout is None:
             timeout = self._worker_timeout
         elif not _is_duration(timeout):
-            raise ValueError(f"timeout must be a number of seconds, 0 or more, not {timeout!r}")
+            checked_timeout(timeout)
         return None if timeout is None else now + timeout
 
     def _hand_over(self, lease: Lease, worker: WorkerInfo | None = None) -> GPUAssignment:
@@ -382,24 +383,7 @@ class WorkerPoolManager:
 
     def update_stats(self, stats: GPUStats, *, endpoint_id: str = "", age_seconds: float = 0.0) -> None:
         """Take in what a GPU statistics server said so many seconds ago."""
-        readings = [
-            Reading(
-                gpu_id=f"{endpoint_id}:{info.gpu_id}" if endpoint_id else str(info.gpu_id),
-                index=info.gpu_id,
-                name=info.name,
-                uuid=info.uuid,
-                memory_total_mb=info.memory_total_mb,
-                memory_used_mb=info.memory_used_mb,
-                memory_usage_percent=info.memory_usage_percent,
-                utilization_percent=info.utilization_percent,
-                reports_utilization=info.reports_utilization,
-                fault=info.fault,
-                # How many says who only where there are none.
-                processes=() if info.process_count == 0 else None,
-                is_promised_elsewhere=info.leased,
-            )
-            for info in stats.gpus_summary
-        ]
+        readings = readings_of(stats, endpoint_id)
         self.observe(readings, endpoint_id=endpoint_id, age_seconds=age_seconds + stats.sample_age_seconds)
 
     def observe(self, readings: Iterable[Reading], *, endpoint_id: str = "", age_seconds: float = 0.0) -> None:
@@ -549,6 +533,34 @@ class WorkerPoolManager:
 
     def _unusable(self) -> NotStartedError | WrongThreadError:
         return NotStartedError() if self._pool is None else WrongThreadError()
+
+
+def readings_of(stats: GPUStats, endpoint_id: str = "") -> list[Reading]:
+    """What a GPU statistics server said, as the core understands it."""
+    return [
+        Reading(
+            gpu_id=f"{endpoint_id}:{info.gpu_id}" if endpoint_id else str(info.gpu_id),
+            index=info.gpu_id,
+            name=info.name,
+            uuid=info.uuid,
+            memory_total_mb=info.memory_total_mb,
+            memory_used_mb=info.memory_used_mb,
+            memory_usage_percent=info.memory_usage_percent,
+            utilization_percent=info.utilization_percent,
+            reports_utilization=info.reports_utilization,
+            fault=info.fault,
+            # How many says who only where there are none.
+            processes=() if info.process_count == 0 else None,
+            is_promised_elsewhere=info.leased,
+        )
+        for info in stats.gpus_summary
+    ]
+
+
+def checked_timeout(timeout: float) -> float:
+    if not _is_duration(timeout):
+        raise ValueError(f"timeout must be a number of seconds, 0 or more, not {timeout!r}")
+    return timeout
 
 
 def _is_duration(value: object) -> bool:

@@ -921,7 +921,8 @@ async def test_thresholds_decide_which_gpu_is_given(tmp_path: Path, mode: str) -
     with ServerProcess(tmp_path / "server", **environment) as server:
 
         async def given(**environ: str) -> list[int]:
-            async with GPUWorkerPoolClient(environ={mode: server.url} | environ) as client:
+            # In process: a server gives a GPU that was leased again when it was read anew, and so in another order.
+            async with GPUWorkerPoolClient(coordination="local", environ={mode: server.url} | environ) as client:
                 found = []
                 while client.get_pool_status().available_gpus:
                     found.append(await client.request_gpu())
@@ -987,7 +988,8 @@ async def test_the_polling_interval_is_kept() -> None:
 async def test_a_server_is_given_up_after_its_retries() -> None:
     with HostileServer(answer_json({"detail": "broken"}, 500)) as server:
         environ = {"GPU_STATS_SERVICE_ENDPOINTS": f"sick={server.url}", "GPU_ENDPOINT_MAX_RETRIES": "2"}
-        async with GPUWorkerPoolClient(environ=environ) as client:
+        # Where leases may be had, the first look that succeeds is two: what the server offers, and its readings.
+        async with GPUWorkerPoolClient(coordination="local", environ=environ) as client:
 
             def breaker() -> dict[str, Any]:
                 stats: dict[str, Any] = client.get_error_recovery_status()["circuit_breaker_stats"]["sick"]
@@ -1082,7 +1084,7 @@ async def test_a_silent_endpoint_delays_no_other(servers: list[ServerProcess]) -
             begun = time.monotonic()
             assignment = await client.request_gpu(timeout=5)
             assert time.monotonic() - begun < 1
-            assert assignment.gpu_id == "well:0"
+            assert str(assignment.gpu_id).startswith("well:")
 
             def successes() -> int:
                 looks: dict[str, int] = {
@@ -1108,7 +1110,7 @@ async def test_looking_asks_nobody() -> None:
                 client.get_error_recovery_status()
                 await client.release_gpu(await client.request_gpu())
             await asyncio.sleep(0.1)
-        assert len(server.requests) == 1
+        assert [request.split()[1] for request in server.requests] == [b"/", b"/gpu/summary"]
 
 
 async def test_nothing_is_left_behind(servers: list[ServerProcess]) -> None:

@@ -73,9 +73,11 @@ async def load(client: GPUWorkerPoolClient, workers: int = 30) -> AsyncIterator[
             held[assignment.gpu_id] += 1
             seen["held twice"] += held[assignment.gpu_id] > 1
             seen[str(assignment.gpu_id).split(":")[0]] += 1
-            await asyncio.sleep(0.02)
-            held[assignment.gpu_id] -= 1
-            await client.release_gpu(assignment)
+            try:
+                await asyncio.sleep(0.02)
+            finally:
+                held[assignment.gpu_id] -= 1
+                await client.release_gpu(assignment)
 
     tasks = [asyncio.create_task(work()) for _ in range(workers)]
     try:
@@ -87,9 +89,12 @@ async def load(client: GPUWorkerPoolClient, workers: int = 30) -> AsyncIterator[
         assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
 
 
+@pytest.mark.parametrize("coordination", ["local", "leases"])
 @pytest.mark.parametrize("how", ["killed", "paused"])
-async def test_one_endpoint_fails_and_the_others_go_on(servers: list[ServerProcess], how: str) -> None:
-    async with client_of(servers) as client:
+async def test_one_endpoint_fails_and_the_others_go_on(
+    servers: list[ServerProcess], how: str, coordination: str
+) -> None:
+    async with client_of(servers, coordination=coordination, lease_ttl=30) as client:
         kept = await client.request_gpu(only=["b:0"])
         async with load(client) as seen:
             await until(lambda: all(seen[name] > 5 for name in "abc"))
@@ -120,7 +125,8 @@ async def test_one_endpoint_fails_and_the_others_go_on(servers: list[ServerProce
 
 
 async def test_an_endpoint_comes_back_gradually(servers: list[ServerProcess]) -> None:
-    async with client_of(servers[:2]) as client:
+    """Where this process assigns; a server that gives leases says itself what it can give."""
+    async with client_of(servers[:2], coordination="local") as client:
         servers[1].kill()
         await until(lambda: healthy(client) == ["a"])
         held = [await client.request_gpu() for _ in range(4)]

@@ -170,7 +170,8 @@ def test_nothing_starts_before_start_and_nothing_is_left_after_stop(server: Serv
     for _ in range(3):  # a stopped client can be started again
         client.start()
         assert client.is_running
-        assert [thread.name for thread in threading.enumerate() if thread not in before] == ["gpu-worker-pool"]
+        names = {thread.name for thread in threading.enumerate() if thread not in before}
+        assert names == {"gpu-worker-pool", "gpu-pool leases"}
         client.release_gpu(client.request_gpu())
         client.stop()
         assert threading.enumerate() == before
@@ -278,7 +279,8 @@ def test_an_error_keeps_nothing_alive(client: sync.GPUWorkerPoolClient) -> None:
     try:
         with suppress(ImpossibleRequestError):
             client.request_gpu(count=GPUS + 1)
-        assert not [one for one in gc.get_objects() if type(one) is loop_thread.Call]
+        # The thread that heard of it may still be in the middle of saying so.
+        eventually(lambda: not [one for one in gc.get_objects() if type(one) is loop_thread.Call])
     finally:
         gc.enable()
 
@@ -307,7 +309,7 @@ def test_32_threads_never_hold_the_same_gpu(client: sync.GPUWorkerPoolClient, wo
 
     def work(number: int) -> None:
         draw = random.Random(number)
-        for _ in range(120):
+        for _ in range(30):
             count = draw.choice([1, 1, 1, 2])
             assignment = client.request_gpu(count=count)
             for gpu_id in assignment.gpu_ids:
@@ -328,7 +330,7 @@ def test_32_threads_never_hold_the_same_gpu(client: sync.GPUWorkerPoolClient, wo
     workers.join(50)
     assert not workers.errors
     assert not double
-    assert cycles == dict.fromkeys(range(32), 120)
+    assert cycles == dict.fromkeys(range(32), 30)
     assert len(holders) == GPUS
     assert is_empty(client)
 
@@ -566,9 +568,12 @@ def test_a_signal_withdraws_the_request_of_the_main_thread(server: ServerProcess
     check_program(program, server.url)
 
 
-def test_a_signal_handler_may_call_the_client(server: ServerProcess) -> None:
+@pytest.mark.parametrize(("coordination", "rounds", "turns"), [("local", 20, 50), ("leases", 5, 20)])
+def test_a_signal_handler_may_call_the_client(
+    server: ServerProcess, coordination: str, rounds: int, turns: int
+) -> None:
     """At whatever moment: the thread that it interrupts may be in the middle of a call."""
-    program = """
+    program = f"""
     from gpu_worker_pool.errors import NotStartedError, PoolStoppedError
     logging.disable(logging.WARNING)  # a GPU that is held when the handler stops the client is told
     looked = 0
@@ -579,11 +584,11 @@ def test_a_signal_handler_may_call_the_client(server: ServerProcess) -> None:
         looked += 1
 
     signal.signal(signal.SIGALRM, look)
-    for _ in range(20):
-        client = sync.GPUWorkerPoolClient(url)
+    for _ in range({rounds}):
+        client = sync.GPUWorkerPoolClient(url, coordination="{coordination}")
         client.start()
         signal.setitimer(signal.ITIMER_REAL, 0.001, 0.003)
-        for _ in range(50):
+        for _ in range({turns}):
             client.release_gpu(client.request_gpu())
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGUSR1, lambda *_: client.stop())

@@ -30,6 +30,7 @@ async def a_worker_as_documented() -> None:
         assert_type(assignment.local_gpu_ids, tuple[int, ...])
         assert_type(assignment.env, dict[str, str])
         assert_type(assignment.assigned_at, datetime)
+        assert_type(await assignment.wait_lost(), None)
         if isinstance(assignment, GlobalGPUAssignment):
             assert_type(assignment.gpu_id, str)
             assert_type(assignment.endpoint_id, str)

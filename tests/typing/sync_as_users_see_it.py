@@ -18,6 +18,9 @@ def a_thread() -> None:
         assignment = client.request_gpu(timeout=1.5, count=2, only=[0, "GPU-1234"], policy="idle", label="training")
         assert_type(assignment, GPUAssignment)
         assert_type(assignment.env, dict[str, str])
+        assert_type(assignment.lost, bool)
+        assert_type(assignment.lost_reason, str | None)
+        assert_type(assignment.lease_id, str | None)
         client.release_gpu(assignment)
         client.release_gpu(0)  # type: ignore[arg-type]
         client.request_gpu(policy="whatever")  # type: ignore[arg-type]
@@ -29,6 +32,12 @@ def a_thread() -> None:
     with sync.gpu_worker_pool_client(memory_threshold=75.0) as started:
         assert_type(started, sync.GPUWorkerPoolClient)
     sync.GPUWorkerPoolClient(worker_timeout="soon")  # type: ignore[arg-type]
+
+    def lost(assignment: GPUAssignment) -> None:
+        assert_type(assignment.lost, bool)
+
+    sync.GPUWorkerPoolClient("local://", coordination="leases", lease_ttl=30, api_key="a-secret", on_lease_lost=lost)
+    sync.GPUWorkerPoolClient(on_lease_lost=len)  # type: ignore[arg-type]
 
 
 def looking(client: sync.GPUWorkerPoolClient) -> None:

@@ -15,8 +15,14 @@ from gpu_worker_pool.config import (
     EnvironmentConfigurationManager,
     MultiEndpointConfigurationManager,
     PoolConfig,
+    is_loopback_url,
+    is_private_url,
     parse_endpoint,
     parse_endpoints,
+    validate_api_key,
+    validate_coordination,
+    validate_flag,
+    validate_lease_ttl,
     validate_load_balancing_strategy,
     validate_max_retries,
     validate_polling_interval,
@@ -68,6 +74,66 @@ def test_refused_durations(validate: Any, value: object) -> None:
     with pytest.raises(ValueError, match="wait must be a number of seconds above 0, not ") as caught:
         validate(value, "wait")
     assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [2, 2.0, 60, 3600.0])
+def test_lease_ttls(value: float) -> None:
+    assert validate_lease_ttl(value) == value
+    assert type(validate_lease_ttl(value)) is float
+
+
+@pytest.mark.parametrize("value", [*NOT_NUMBERS, 1.9, 0, -1, 3600.1])
+def test_refused_lease_ttls(value: object) -> None:
+    with pytest.raises(ValueError, match="lease_ttl must be a number of seconds from 2 to 3600, not ") as caught:
+        validate_lease_ttl(value)
+    assert repr(value) in str(caught.value)
+
+
+def test_coordination() -> None:
+    assert [validate_coordination(value) for value in ("auto", "leases", "local")] == ["auto", "leases", "local"]
+    for wrong in ("Leases", "", None, True, ["auto"]):
+        with pytest.raises(ValueError, match="coordination must be one of auto, leases, local, not "):
+            validate_coordination(wrong)
+
+
+def test_flags() -> None:
+    assert validate_flag(value=True) is True
+    for wrong in (1, 0, "true", None):
+        with pytest.raises(ValueError, match="allow_insecure_key must be True or False, not "):
+            validate_flag(wrong)
+
+
+def test_keys_are_checked_and_never_shown(caplog: pytest.LogCaptureFixture) -> None:
+    assert validate_api_key("a-secret") == "a-secret"
+    for wrong in ("two words", "line\nline", "ümlaut", "x" * 513, b"bytes", 7, None):
+        with pytest.raises(ValueError, match="api_key must be a key") as caught:
+            validate_api_key(wrong)
+        assert not isinstance(wrong, str) or wrong not in str(caught.value)
+    resolved = PoolConfig.resolve(environ={"GPU_POOL_API_KEY": "two words"})
+    assert resolved.api_key is None
+    (told,) = errors(caplog)
+    assert told.startswith("GPU_POOL_API_KEY must be a key of 1 to 512 ASCII characters without blanks, not one with ")
+    assert told.endswith("; doing without it")
+    assert "a-secret" not in repr(PoolConfig.resolve(api_key="a-secret", environ={}))
+
+
+@pytest.mark.parametrize(
+    ("url", "is_loopback", "is_private"),
+    [
+        ("http://localhost:8000", True, True),
+        ("http://127.0.0.1", True, True),
+        ("http://127.8.9.10:1/path", True, True),
+        ("http://[::1]:8000", True, True),
+        ("https://gpu-server", False, True),
+        ("local://", True, True),
+        ("http://gpu-server", False, False),
+        ("http://10.0.0.1", False, False),
+        ("http://localhost.example.org", False, False),
+        ("http://[2001:db8::1]", False, False),
+    ],
+)
+def test_where_nobody_in_between_reads_along(url: str, is_loopback: bool, is_private: bool) -> None:
+    assert (is_loopback_url(url), is_private_url(url)) == (is_loopback, is_private)
 
 
 @pytest.mark.parametrize(("value", "kind"), [(5, int), (5.0, int), (0.5, float)])
@@ -542,6 +608,10 @@ def test_everything_has_its_documented_default() -> None:
         endpoint_timeout=10.0,
         endpoint_max_retries=3,
         endpoint_health_check_interval=30,
+        coordination="auto",
+        lease_ttl=60.0,
+        api_key=None,
+        allow_insecure_key=False,
     )
 
 
@@ -563,6 +633,9 @@ FULL_ENVIRONMENT = {
     "GPU_ENDPOINT_TIMEOUT": "8",
     "GPU_ENDPOINT_MAX_RETRIES": "9",
     "GPU_ENDPOINT_HEALTH_CHECK_INTERVAL": "11",
+    "GPU_POOL_COORDINATION": "Leases",
+    "GPU_POOL_LEASE_TTL": "30",
+    "GPU_POOL_API_KEY": "a-secret",
 }
 
 
@@ -580,6 +653,10 @@ def test_the_environment_fills_in_what_is_not_given() -> None:
         endpoint_timeout=8.0,
         endpoint_max_retries=9,
         endpoint_health_check_interval=11,
+        coordination="leases",
+        lease_ttl=30.0,
+        api_key="a-secret",
+        allow_insecure_key=False,
     )
 
 
@@ -594,6 +671,9 @@ def test_an_argument_wins_over_every_variable(caplog: pytest.LogCaptureFixture) 
         "endpoint_timeout": 1.0,
         "endpoint_max_retries": 0,
         "endpoint_health_check_interval": 2.5,
+        "coordination": "local",
+        "lease_ttl": 2,
+        "api_key": "another-secret",
     }
     # What is overridden is not even looked at.
     environ = dict.fromkeys(FULL_ENVIRONMENT, "nonsense")

@@ -13,7 +13,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: Their programs need a server, or are one: `tests/acceptance/test_*_examples.py` run every one of them.
-RUN_ELSEWHERE = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("API.md", "MIGRATION_GUIDE.md", "SERVER.md"))]
+RUN_ELSEWHERE = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / name for name in ("API.md", "LEASES.md", "MIGRATION_GUIDE.md", "SERVER.md")),
+]
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")
     for page in PAGES
@@ -55,11 +58,3 @@ def test_the_architecture_names_every_file_of_the_core() -> None:
     page = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
     files = sorted(path.name for path in (ROOT / "src/gpu_worker_pool/core").glob("[a-z]*.py"))
     assert [name for name in files if f"`{name}`" not in page] == []
-
-
-def test_the_demo_runs_and_ends_by_itself() -> None:
-    command = [sys.executable, "-W", "error", "-m", "gpu_worker_pool.demo"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "10 served, 1 timed out; 4 of 4 GPUs are free again" in done.stdout
-    assert done.stderr == ""

@@ -1,0 +1,182 @@
+"""Eight workers, eight GPUs, and everything killed at random: no GPU is held twice, none is lost, everybody is told.
+
+Fault 37, with a server that is killed and restarted in between, with four workers of one, and without any server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gpu_worker_pool import GPUWorkerPoolClient
+from tests.chaos.history import History
+from tests.server_process import ServerProcess
+
+ROOT = Path(__file__).parents[2]
+GPUS = WORKERS = 8
+#: Short, so that what a killed worker held comes back within the test: TTL, 2 s of grace, 5 s of quarantine.
+TTL_SECONDS = 2.0
+END_SECONDS = 60.0
+
+
+class Workers:
+    """Processes that ask one endpoint for GPUs; those that are killed are replaced."""
+
+    def __init__(self, endpoint: str, folder: Path, state: Path, draw: random.Random) -> None:
+        self.killed_at: dict[int, float] = {}
+        self._endpoint, self._folder, self._draw = endpoint, folder, draw
+        self._env = os.environ | {
+            "GPU_BACKEND": f"simulated:{GPUS}",
+            "GPU_POOL_STATE_DIR": str(state),
+            "PYTHONPATH": str(ROOT),
+        }
+        self._running = [self._start() for _ in range(WORKERS)]
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        seed = str(self._draw.random())
+        arguments = [sys.executable, "-m", "tests.chaos.worker", self._endpoint, str(self._folder), seed]
+        return subprocess.Popen([*arguments, str(TTL_SECONDS)], stdin=subprocess.PIPE, env=self._env, cwd=ROOT)
+
+    def kill_one(self) -> None:
+        place = self._draw.randrange(WORKERS)
+        victim = self._running[place]
+        self.killed_at[victim.pid] = time.monotonic()
+        _kill(victim)
+        self._running[place] = self._start()
+
+    def pause_one(self, seconds: float) -> None:
+        victim = self._running[self._draw.randrange(WORKERS)]
+        victim.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        victim.send_signal(signal.SIGCONT)
+
+    def granted(self) -> int:
+        return sum(path.read_bytes().count(b'"granted"') for path in self._folder.glob("worker-*.jsonl"))
+
+    def finish(self) -> None:
+        """Each ends what it is at."""
+        for worker in self._running:
+            assert worker.stdin is not None
+            worker.stdin.close()
+        for worker in self._running:
+            assert worker.wait(END_SECONDS) == 0
+
+    def kill_all(self) -> None:
+        for worker in self._running:
+            _kill(worker)
+
+
+def _kill(worker: subprocess.Popen[bytes]) -> None:
+    worker.kill()
+    worker.wait()
+    assert worker.stdin is not None
+    worker.stdin.close()
+
+
+@contextmanager
+def workers_of(endpoint: str, tmp_path: Path, state: Path, draw: random.Random) -> Iterator[Workers]:
+    folder = tmp_path / "histories"
+    folder.mkdir()
+    workers = Workers(endpoint, folder, state, draw)
+    try:
+        yield workers
+    finally:
+        workers.kill_all()
+
+
+def wreak_havoc(workers: Workers, draw: random.Random, requests: int, also: Callable[[], None] | None) -> None:
+    done = times = 0
+    began = time.monotonic()
+    while done < requests:
+        time.sleep(draw.uniform(0.2, 0.8))
+        what = draw.random()
+        if what < 0.6 or not workers.killed_at:
+            workers.kill_one()
+        elif what < 0.7:
+            workers.pause_one(draw.uniform(0.1, 1.5 * TTL_SECONDS))
+        done = workers.granted()
+        if also is not None and done > (times + 1) * requests / 4:
+            times += 1
+            also()
+        assert time.monotonic() - began < 60 + requests / 5, f"only {done} of {requests} requests were granted"
+
+
+def judge(workers: Workers, folder: Path, requests: int) -> History:
+    history = History.read(folder, workers.killed_at)
+    assert history.problems() == []
+    assert len(history.holdings) >= requests
+    assert workers.killed_at, "nobody was killed: this has shown nothing"
+    return history
+
+
+async def all_can_be_had(endpoint: str) -> set[str]:
+    """None has leaked: what the dead held comes back, and then somebody can have all of them at once."""
+    async with GPUWorkerPoolClient(endpoint, lease_ttl=10.0) as client:
+        assignment = await client.request_gpu(timeout=40.0, count=GPUS)
+        await client.release_gpu(assignment)
+        return set(assignment.gpu_uuids)
+
+
+def run_against_a_server(tmp_path: Path, requests: int, workers_of_server: int = 1) -> None:
+    draw = random.Random(17)
+    env = {"GPU_BACKEND": f"simulated:{GPUS}", "LOG_LEVEL": "warning", "WORKERS": str(workers_of_server)}
+    with ServerProcess(tmp_path, arguments=(), wait=True, **env) as server:
+        restarts = []
+
+        def restart() -> None:
+            server.kill()
+            time.sleep(draw.uniform(0.0, 1.0))
+            server.start()
+            restarts.append(time.monotonic())
+
+        with workers_of(server.url, tmp_path, tmp_path / "not-used", draw) as workers:
+            wreak_havoc(workers, draw, requests, restart)
+            workers.finish()
+            judge(workers, tmp_path / "histories", requests)
+        assert len(asyncio.run(all_can_be_had(server.url))) == GPUS
+        assert restarts, "the server was never killed: this has shown nothing"
+        assert "Traceback" not in server.log
+
+
+def run_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: int) -> None:
+    draw = random.Random(23)
+    state = tmp_path / "state"
+    monkeypatch.setenv("GPU_BACKEND", f"simulated:{GPUS}")
+    monkeypatch.setenv("GPU_POOL_STATE_DIR", str(state))
+    with workers_of("local://", tmp_path, state, draw) as workers:
+        wreak_havoc(workers, draw, requests, None)
+        workers.finish()
+        judge(workers, tmp_path / "histories", requests)
+    assert len(asyncio.run(all_can_be_had("local://"))) == GPUS
+
+
+@pytest.mark.timeout(240)
+def test_a_server_that_is_killed_and_restarted(tmp_path: Path) -> None:
+    run_against_a_server(tmp_path, 1000)
+
+
+@pytest.mark.timeout(240)
+def test_no_server_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_without_a_server(tmp_path, monkeypatch, 1000)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_a_server_of_four_workers_for_long(tmp_path: Path) -> None:
+    run_against_a_server(tmp_path, 10_000, workers_of_server=4)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_no_server_at_all_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_without_a_server(tmp_path, monkeypatch, 10_000)
