@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint test-long bench format docs clean
+.PHONY: help install demo test lint test-long bench format docs picture clean
 
 help: ## show what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,10 +26,10 @@ $(READY): $(TOOLS) pyproject.toml
 install: $(READY) ## set up .venv with the package and what its tests need
 
 demo: $(READY) ## see the pool at work
-	@$(BIN)/python -m gpu_worker_pool.demo
+	@$(BIN)/gpu-pool demo
 
 test: lint ## check style and types, run the tests
-	$(BIN)/python -m pytest -n 2 -m "not long"
+	$(BIN)/python -m pytest -n 4 -m "not long"
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -43,6 +43,9 @@ bench: $(READY) ## measure speed, as ratios within one run
 	$(BIN)/python -m bench.core
 	$(BIN)/python -m bench.server
 	$(BIN)/python -m bench.client
+	$(BIN)/python -m bench.leases
+	$(BIN)/python -m bench.cli
+	$(BIN)/python -m bench.page
 
 format: $(READY) ## let ruff rewrite the code
 	$(BIN)/ruff check --fix
@@ -50,6 +53,9 @@ format: $(READY) ## let ruff rewrite the code
 
 docs: $(READY) ## draw the diagrams in docs/ anew from the code
 	$(BIN)/python docs/draw_diagrams.py
+
+picture: $(READY) ## take the README's picture of the live page anew
+	$(BIN)/python -m tests.dashboard.take_picture
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
