@@ -40,7 +40,7 @@ class HostDesk:
             # The only crossing from the sampler's thread to the loop's.
             on_sample=lambda sample: self._loop.call_soon_threadsafe(self._take, sample),
             state_dir=state_dir,
-            holders=lambda: self.desk.holders,
+            holders=lambda: self.desk.holders(),  # noqa: PLW0108  # the desk is made below
         )
         self.desk = LeaseDesk(
             lambda tell: open_host_ledger(backend, settings, tell, state_dir=state_dir), self._sampler.want_fresh

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ WATCHED_WAITERS: Final = 32
 REOPEN_SECONDS: Final = 5.0
 #: Explaining takes the ledger's time, and everybody may look.
 EXPLAINED_LINES: Final = 20
+#: How long a ledger that somebody has locked may delay the first reading of simulated GPUs.
+HOLDERS_KNOWN_SECONDS: Final = 2.0
 #: Those who had a simulated GPU until then may have left memory in use.
 ENDED_HOLDERS: Final = 1000
 
@@ -137,7 +140,8 @@ class LeaseDesk:
         self._watched_waiters = 0
         self._ended_holders: deque[Holder] = deque(maxlen=ENDED_HOLDERS)
         #: Who has which GPU, for simulated ones; replaced as a whole, so that any thread may read it.
-        self.holders: tuple[Holder, ...] = ()
+        self._holders: tuple[Holder, ...] = ()
+        self._holders_are_known = threading.Event()
 
     # --- life ---
 
@@ -176,6 +180,7 @@ class LeaseDesk:
             problem = str(error)
         else:
             return
+        self._holders_are_known.set()  # as far as they will be
         if self._why_closed != problem:
             self._why_closed = problem
             logger.error("no leases: %s", problem)
@@ -319,6 +324,14 @@ class LeaseDesk:
 
     # --- readings ---
 
+    def holders(self) -> tuple[Holder, ...]:
+        """What simulated GPUs show follows from this; for any thread but the loop's.
+
+        Read before it is known who holds them, they would look idle to everybody on this host.
+        """
+        self._holders_are_known.wait(HOLDERS_KNOWN_SECONDS)
+        return self._holders
+
     def take(self, sample: Sample) -> None:
         """What the host's GPUs show; called for every sample, in order."""
         if not isinstance(sample.answer, DriverAnswer):
@@ -407,7 +420,8 @@ class LeaseDesk:
             if lease.state is not LeaseState.OFFERED
             for holder in _holders_of(lease, until=lease.quarantine.since if lease.quarantine else None)
         ]
-        self.holders = (*self._ended_holders, *holding)
+        self._holders = (*self._ended_holders, *holding)
+        self._holders_are_known.set()
 
     # --- those who wait here ---
 

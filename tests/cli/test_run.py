@@ -133,6 +133,7 @@ def test_one_waits_is_told_why_and_gets_it(programs: Programs) -> None:
     explained = programs.call("explain")
     assert f":sleep:{first.pid}" not in explained.stdout  # it is named after what was run, which was a shell
     assert f":sh:{first.pid} for" in explained.stdout
+    eventually(lambda: "GPU 0: held by" in second.err)
     first.terminate()
     assert first.wait(10) == 143
     assert second.wait(10) == 0

@@ -561,7 +561,8 @@ async def test_events_are_logged_for_those_who_want_them(
     async with one:
         held = [await one.request_gpu() for _ in range(8)]
         waiting = asyncio.create_task(one.request_gpu())
-        await asyncio.sleep(0.01)
+        while not any(record.__dict__.get("event") == "blocked" for record in caplog.records):
+            await asyncio.sleep(0.01)
         await one.release_gpu(held[0])
         await one.release_gpu(await waiting)
         for assignment in held[1:]:

@@ -498,7 +498,32 @@ async def test_what_ended_while_the_ledger_could_not_be_read_is_noticed(tmp_path
         with pytest.raises(RequestEndedError, match="cancelled"):
             await waiting
         await soon(lambda: not desk.leases)
-        assert desk.holders == () or all(holder.until is not None for holder in desk.holders)
+        holders = await asyncio.to_thread(desk.holders)
+        assert holders == () or all(holder.until is not None for holder in holders)
+
+
+async def test_whoever_just_came_reads_simulated_gpus_no_sooner_than_it_knows_who_holds_them(tmp_path: Path) -> None:
+    async with opened(tmp_path, card(0)) as desk:
+        await desk.holds("one")
+        newcomer = Desk(tmp_path)
+        reading = asyncio.create_task(asyncio.to_thread(newcomer.holders))
+        await asyncio.sleep(0.05)
+        await newcomer.start()
+        try:
+            assert [holder.uuid for holder in await reading] == ["GPU-0"]
+        finally:
+            await newcomer.stop()
+
+
+async def test_a_ledger_that_cannot_be_opened_delays_no_reading(tmp_path: Path) -> None:
+    (tmp_path / "ledger.db").mkdir()
+    desk = Desk(tmp_path)
+    await desk.start()
+    try:
+        async with asyncio.timeout(lease_desk.HOLDERS_KNOWN_SECONDS / 2):
+            assert await asyncio.to_thread(desk.holders) == ()
+    finally:
+        await desk.stop()
 
 
 # ---- rule 10: processes that are gone

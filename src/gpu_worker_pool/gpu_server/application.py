@@ -81,7 +81,7 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
             on_sample=lambda sample: loop.call_soon_threadsafe(take, sample),
             state_dir=state_dir,
             reader=reader,
-            holders=lambda: desk.holders,
+            holders=lambda: desk.holders(),  # noqa: PLW0108  # the desk is made below
         )
 
         def open_ledger(tell: Tell) -> Ledger:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -560,8 +561,9 @@ def test_one_that_cannot_be_killed_is_never_joined_by_a_second(fake: FakeNvidiaS
     assert fake.pids == [pid]
     reader.close()
     os.kill(pid, signal.SIGKILL)
-    while exists(pid):  # until the thread that waits for it has reaped it
-        time.sleep(0.01)
+    for thread in threading.enumerate():
+        if thread.name == f"reap nvidia-smi {pid}":
+            thread.join(10)
     assert len(reader.read().gpus) == 1
 
 
