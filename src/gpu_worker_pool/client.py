@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.endpoints import Endpoint
     from gpu_worker_pool.gpu_monitor import StatsClient
     from gpu_worker_pool.http_client import Fetched
-    from gpu_worker_pool.lease_pool import LeasePool
+    from gpu_worker_pool.leases.pool import LeasePool
     from gpu_worker_pool.models import GPUId, GPUStats
 
 __all__ = ["GPUContextManager", "GPUWorkerPoolClient", "gpu_worker_pool_client"]

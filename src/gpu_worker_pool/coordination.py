@@ -19,8 +19,8 @@ from gpu_worker_pool.config import LOCAL_ENDPOINT, is_loopback_url, is_private_u
 from gpu_worker_pool.core import Wishes, explain_wishes
 from gpu_worker_pool.errors import ServiceRefusedError
 from gpu_worker_pool.forks import Forked
-from gpu_worker_pool.lease_http import HTTPLeaseService
-from gpu_worker_pool.lease_pool import LeasePool
+from gpu_worker_pool.leases.http import HTTPLeaseService
+from gpu_worker_pool.leases.pool import LeasePool
 from gpu_worker_pool.worker_pool_manager import readings_of
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from gpu_worker_pool.default_endpoint import StatsClientWithURL
     from gpu_worker_pool.endpoints import Endpoint
     from gpu_worker_pool.http_client import AsyncGPUStatsHTTPClient, Fetched, MultiEndpointHTTPClientPool
-    from gpu_worker_pool.lease_keeper import LeaseKeeper
-    from gpu_worker_pool.lease_local import LocalLeaseService
-    from gpu_worker_pool.leases import LeaseService
+    from gpu_worker_pool.leases.keeper import LeaseKeeper
+    from gpu_worker_pool.leases.local import LocalLeaseService
+    from gpu_worker_pool.leases.values import LeaseService
     from gpu_worker_pool.models import GPUAssignment, GPUStats, PoolStatus
     from gpu_worker_pool.same_gpus import SameGPUs
     from gpu_worker_pool.worker_pool_manager import WorkerPoolManager
@@ -213,7 +213,7 @@ class Coordinator:
     def _local_service(self, endpoint_id: str) -> LocalLeaseService:
         if self._local is None:
             # What reads hardware and keeps a ledger is not for those who ask servers.
-            from gpu_worker_pool.lease_local import LocalLeaseService, LocalSettings
+            from gpu_worker_pool.leases.local import LocalLeaseService, LocalSettings
 
             assert self._pool is not None  # which was seen to when the client was made
             settings = LocalSettings.from_environment(self._environ)

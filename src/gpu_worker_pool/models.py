@@ -10,10 +10,10 @@ from datetime import datetime
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from gpu_worker_pool.lease_life import LeaseLife
+from gpu_worker_pool.leases.lifetime import LeaseLife
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.leases import HeldLease
+    from gpu_worker_pool.leases.values import HeldLease
 
 #: A GPU's index on its host, or, with several endpoints, its global id `"endpoint:index"`.
 GPUId: TypeAlias = int | str

@@ -24,7 +24,8 @@ from tests.server_process import ServerProcess
 from tests.waiting import eventually
 
 import gpu_worker_pool
-from gpu_worker_pool.gpu_server import ServerSettings, answers, lease_schemas, schemas
+from gpu_worker_pool.gpu_server import ServerSettings, answers, schemas
+from gpu_worker_pool.gpu_server.leases import schemas as lease_schemas
 from gpu_worker_pool.gpu_server.settings import read_environment
 from gpu_worker_pool.hardware.readers.choose import make_reader
 

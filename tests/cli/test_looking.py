@@ -14,7 +14,7 @@ UUID = "GPU-51309a7e-0000-4000-8000-000000000000"
 
 
 def test_leases_and_queue_have_the_bodies_of_the_api(programs: Programs) -> None:
-    from gpu_worker_pool.gpu_server.lease_schemas import Leases, Queue
+    from gpu_worker_pool.gpu_server.leases.schemas import Leases, Queue
 
     assert programs.json("leases") == {"leases": []}
     assert programs.json("queue") == {"queue": []}

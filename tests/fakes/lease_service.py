@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from gpu_worker_pool.clocks import awake_or_not
 from gpu_worker_pool.core import PLAIN
 from gpu_worker_pool.errors import GPUWorkerPoolError
-from gpu_worker_pool.lease_life import LeaseLife
-from gpu_worker_pool.leases import HeldLease, LeaseAsk, LeasedGPU, StillWaiting
+from gpu_worker_pool.leases.lifetime import LeaseLife
+from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, LeasedGPU, StillWaiting
 
 
 @dataclass

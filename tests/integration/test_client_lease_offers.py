@@ -212,7 +212,7 @@ async def test_a_key_is_not_sent_over_plain_http_to_another_host() -> None:
             GPUWorkerPoolClient(elsewhere, coordination="leases", api_key=KEY, environ={})
         from tests.fakes.lease_service import ask_for
 
-        from gpu_worker_pool.lease_http import HTTPLeaseService
+        from gpu_worker_pool.leases.http import HTTPLeaseService
 
         def session() -> Any:
             raise AssertionError("nothing must be sent")

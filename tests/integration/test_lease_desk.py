@@ -20,8 +20,9 @@ import apsw
 import pytest
 from tests.waiting import eventually
 
-from gpu_worker_pool import lease_desk
 from gpu_worker_pool.core import Lease, LeaseState, PoolSettings, ProcessReading, Request, Wishes
+from gpu_worker_pool.desk import desk as desk_module
+from gpu_worker_pool.desk.desk import Change, LeaseDesk, Waiting, owner_of
 from gpu_worker_pool.errors import (
     ImpossibleRequestError,
     LeaseEndedError,
@@ -36,7 +37,6 @@ from gpu_worker_pool.errors import (
 from gpu_worker_pool.hardware.processes import name_of_this_process
 from gpu_worker_pool.hardware.sampler import boot_time
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, MIGSample, Sample
-from gpu_worker_pool.lease_desk import Change, LeaseDesk, Waiting, owner_of
 from gpu_worker_pool.ledger.sqlite import SQLiteLedger
 
 ROOT = Path(__file__).parents[2]
@@ -286,7 +286,7 @@ async def test_news_that_could_not_be_delivered_give_the_gpu_back(tmp_path: Path
         assert desk.leases[lease.lease_id].state is LeaseState.HELD
         await desk.undelivered(lease, "first")
         assert desk.leases[lease.lease_id].state is LeaseState.OFFERED
-        with pytest.raises(lease_desk.GPUWorkerPoolError, match="not been claimed"):
+        with pytest.raises(desk_module.GPUWorkerPoolError, match="not been claimed"):
             await desk.renew(lease.lease_id, "me")
         other = await desk.holds("two")
         assert other.gpu_ids == lease.gpu_ids
@@ -461,7 +461,7 @@ async def test_what_a_holder_uses_and_since_when_it_does_nothing(tmp_path: Path)
 async def test_a_ledger_that_cannot_be_opened_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lease_desk, "REOPEN_SECONDS", 0.1)
+    monkeypatch.setattr(desk_module, "REOPEN_SECONDS", 0.1)
     (tmp_path / "ledger.db").write_text("this is no ledger at all, but a shopping list" * 20)
     async with opened(tmp_path, card(0)) as desk:
         assert desk.problem is not None
@@ -520,7 +520,7 @@ async def test_a_ledger_that_cannot_be_opened_delays_no_reading(tmp_path: Path) 
     desk = Desk(tmp_path)
     await desk.start()
     try:
-        async with asyncio.timeout(lease_desk.HOLDERS_KNOWN_SECONDS / 2):
+        async with asyncio.timeout(desk_module.HOLDERS_KNOWN_SECONDS / 2):
             assert await asyncio.to_thread(desk.holders) == ()
     finally:
         await desk.stop()

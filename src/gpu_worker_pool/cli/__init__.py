@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Anything but this comes later: what it loads takes longer than all the rest.
     if words[:1] and words[0] in _KEPT and not {"-h", "--help"} & set(words):
-        from gpu_worker_pool.cli.keeper_process import KeeperProcess
+        from gpu_worker_pool.cli.running.keeper_process import KeeperProcess
 
         with KeeperProcess.prepared():
             status = _run(words)

@@ -10,7 +10,7 @@ from gpu_worker_pool.config import is_private_url
 from gpu_worker_pool.errors import ServiceRefusedError
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.values import Ask
+    from gpu_worker_pool.cli.running.values import Ask
 
 #: Those of leases that nobody gave back, as when the host went down.
 _OLD_SECONDS: Final = 7 * 24 * 3600.0

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import click
 
-from gpu_worker_pool.cli.asked import Patience, Wished
 from gpu_worker_pool.cli.quantities import Duration, GPUNames, MemorySize
+from gpu_worker_pool.cli.running.asked import Patience, Wished
 
 #: What click calls; with which arguments is for its options to say.
 Command = Callable[..., Any]

@@ -18,13 +18,14 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
 from gpu_worker_pool.core.settings import PoolSettings
+from gpu_worker_pool.desk.desk import LeaseDesk
 from gpu_worker_pool.gpu_server.api_docs import add_docs
 from gpu_worker_pool.gpu_server.dashboard.page import host_id
 from gpu_worker_pool.gpu_server.dashboard.peers import Fleet
 from gpu_worker_pool.gpu_server.events import EventStream
 from gpu_worker_pool.gpu_server.hot import HotFastAPI
-from gpu_worker_pool.gpu_server.lease_api import LeaseAPI
-from gpu_worker_pool.gpu_server.lease_events import LeaseNews
+from gpu_worker_pool.gpu_server.leases.api import LeaseAPI
+from gpu_worker_pool.gpu_server.leases.events import LeaseNews
 from gpu_worker_pool.gpu_server.logs import log_like_a_server
 from gpu_worker_pool.gpu_server.routes import add_routes, health_event, snapshot_event
 from gpu_worker_pool.gpu_server.rows import driver_facts
@@ -32,7 +33,6 @@ from gpu_worker_pool.gpu_server.security import Doorkeeper
 from gpu_worker_pool.gpu_server.settings import ServerSettings
 from gpu_worker_pool.gpu_server.view import Health, HostView
 from gpu_worker_pool.hardware.host import host_sampler
-from gpu_worker_pool.lease_desk import LeaseDesk
 from gpu_worker_pool.ledger.host import open_host_ledger
 from gpu_worker_pool.state_directory import state_directory
 

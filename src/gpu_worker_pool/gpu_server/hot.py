@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.gpu_server.dashboard.peers import Fleet
     from gpu_worker_pool.gpu_server.events import EventStream
-    from gpu_worker_pool.gpu_server.lease_api import LeaseAPI
-    from gpu_worker_pool.gpu_server.lease_events import LeaseNews
+    from gpu_worker_pool.gpu_server.leases.api import LeaseAPI
+    from gpu_worker_pool.gpu_server.leases.events import LeaseNews
     from gpu_worker_pool.gpu_server.view import HostView, Kind
 
 

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 
 from gpu_worker_pool import __version__
-from gpu_worker_pool.gpu_server.lease_metrics import lease_metrics
+from gpu_worker_pool.gpu_server.leases.metrics import lease_metrics
 from gpu_worker_pool.gpu_server.rows import driver_facts
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
+    from gpu_worker_pool.desk.desk import LeaseDesk
     from gpu_worker_pool.gpu_server.view import HostView, Shown
     from gpu_worker_pool.hardware.samples import GPUSample
-    from gpu_worker_pool.lease_desk import LeaseDesk
 
 _BYTES_PER_MB: Final = 1024 * 1024
 

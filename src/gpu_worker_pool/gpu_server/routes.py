@@ -12,7 +12,7 @@ from gpu_worker_pool.gpu_server import schemas
 from gpu_worker_pool.gpu_server.compression import compressed
 from gpu_worker_pool.gpu_server.dashboard.page import add_dashboard
 from gpu_worker_pool.gpu_server.events import EventStreamResponse, event, json_event
-from gpu_worker_pool.gpu_server.lease_routes import LEASE_ROUTES, add_lease_routes
+from gpu_worker_pool.gpu_server.leases.routes import LEASE_ROUTES, add_lease_routes
 from gpu_worker_pool.gpu_server.metrics import render
 from gpu_worker_pool.gpu_server.rows import driver_facts
 from gpu_worker_pool.gpu_server.view import Answer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from gpu_worker_pool.gpu_server.hot import HotFastAPI
-    from gpu_worker_pool.gpu_server.lease_api import LeaseAPI
+    from gpu_worker_pool.gpu_server.leases.api import LeaseAPI
     from gpu_worker_pool.gpu_server.settings import ServerSettings
     from gpu_worker_pool.gpu_server.view import Health, HostView, Kind, Shown
     from gpu_worker_pool.hardware.samples import GPUSample

@@ -24,8 +24,8 @@ def config(*, changed: bool, as_json: bool) -> int:
 
     Keys are never shown. The exit status is 1 if something is wrong.
     """
+    from gpu_worker_pool.cli.checking.settings_list import all_settings
     from gpu_worker_pool.cli.output import print_json
-    from gpu_worker_pool.cli.settings_list import all_settings
     from gpu_worker_pool.cli.tables import print_table
 
     settings = [each for each in all_settings() if not changed or each.source != "default" or each.problem]

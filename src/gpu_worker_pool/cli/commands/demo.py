@@ -25,6 +25,6 @@ def demo(*, simulate: int | None, plain: bool) -> int:
     Uses this host's GPUs if it has any, without putting load on them, else four pretended ones. Everything it makes
     is in a temporary folder, and gone afterwards. Takes less than 20 seconds.
     """
-    from gpu_worker_pool.cli.demonstration import demonstrate
+    from gpu_worker_pool.cli.demo.demonstration import demonstrate
 
     return demonstrate(simulate=simulate, is_plain=plain)

@@ -24,7 +24,7 @@ def doctor(*, as_json: bool, endpoints: tuple[str, ...]) -> int:
 
     Changes nothing. The exit status is 1 if something is wrong.
     """
-    from gpu_worker_pool.cli.diagnosis import diagnose
+    from gpu_worker_pool.cli.checking.diagnosis import diagnose
     from gpu_worker_pool.cli.output import print_json
     from gpu_worker_pool.cli.tables import print_line, print_table
 

@@ -9,7 +9,7 @@ import click
 from gpu_worker_pool.cli.options import endpoint_option, json_option, wish_options
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.asked import Wished
+    from gpu_worker_pool.cli.running.asked import Wished
 
 
 @click.command(
@@ -31,8 +31,8 @@ def explain(*, wished: Wished, request_id: str | None, as_json: bool, endpoints:
 
     Asks for nothing, and takes nobody's place.
     """
-    from gpu_worker_pool.cli.explaining import explain_to_people, explanations
     from gpu_worker_pool.cli.output import print_json
+    from gpu_worker_pool.cli.showing.explaining import explain_to_people, explanations
 
     found = explanations(endpoints, wished, request_id)
     if as_json:

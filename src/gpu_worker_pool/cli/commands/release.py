@@ -28,8 +28,8 @@ def release(*, identifiers: tuple[str, ...], as_json: bool, endpoints: tuple[str
 
     Your own; as root, or with an administrator's key in GPU_POOL_ADMIN_KEY, anybody's, and quarantines too.
     """
-    from gpu_worker_pool.cli.intervening import release_all
     from gpu_worker_pool.cli.output import print_json
+    from gpu_worker_pool.cli.showing.ending import release_all
 
     outcomes = release_all(endpoints, identifiers)
     if as_json:

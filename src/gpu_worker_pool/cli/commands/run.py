@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpu_worker_pool.cli.asked import Asked, worker_name
-from gpu_worker_pool.cli.command import CommandOnGPU, check_command
-from gpu_worker_pool.cli.environment import lease_variables
-from gpu_worker_pool.cli.front import InterruptedBySignal, end_like
 from gpu_worker_pool.cli.options import endpoint_option, lease_options, wish_options
-from gpu_worker_pool.cli.progress import Progress
+from gpu_worker_pool.cli.running.asked import Asked, worker_name
+from gpu_worker_pool.cli.running.command import CommandOnGPU, check_command
+from gpu_worker_pool.cli.running.environment import lease_variables
+from gpu_worker_pool.cli.running.front import InterruptedBySignal, end_like
+from gpu_worker_pool.cli.running.progress import Progress
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.asked import Patience, Wished
+    from gpu_worker_pool.cli.running.asked import Patience, Wished
 
 
 @click.command(

@@ -21,9 +21,9 @@ Examples:
 @endpoint_option
 def status(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
     """Show the GPUs, what they do, who holds them since when, how much was promised and is used, and who waits."""
-    from gpu_worker_pool.cli import hosts_view
-    from gpu_worker_pool.cli.looking import look
     from gpu_worker_pool.cli.output import print_json
+    from gpu_worker_pool.cli.showing import hosts_view
+    from gpu_worker_pool.cli.showing.looking import look
     from gpu_worker_pool.cli.tables import print_line, print_table
 
     seen = look(endpoints, hosts_view.everything_of)

@@ -26,6 +26,6 @@ def top(*, interval: float, count: int | None, endpoints: tuple[str, ...]) -> No
 
     Where no terminal reads along, it prints plain text once an interval.
     """
-    from gpu_worker_pool.cli.live_view import show_live
+    from gpu_worker_pool.cli.showing.live_view import show_live
 
     show_live(endpoints, interval, count)

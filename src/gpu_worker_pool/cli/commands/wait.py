@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpu_worker_pool.cli.asked import Asked, worker_name
-from gpu_worker_pool.cli.environment import lease_variables, visible_devices
-from gpu_worker_pool.cli.front import Front, InterruptedBySignal, end_like
 from gpu_worker_pool.cli.options import endpoint_option, json_option, lease_options, wish_options
-from gpu_worker_pool.cli.proc import process_stat
-from gpu_worker_pool.cli.processes import calling_shell
-from gpu_worker_pool.cli.progress import Progress
+from gpu_worker_pool.cli.running.asked import Asked, worker_name
+from gpu_worker_pool.cli.running.environment import lease_variables, visible_devices
+from gpu_worker_pool.cli.running.front import Front, InterruptedBySignal, end_like
+from gpu_worker_pool.cli.running.proc import process_stat
+from gpu_worker_pool.cli.running.processes import calling_shell
+from gpu_worker_pool.cli.running.progress import Progress
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.asked import Patience, Wished
+    from gpu_worker_pool.cli.running.asked import Patience, Wished
 
 
 @click.command(

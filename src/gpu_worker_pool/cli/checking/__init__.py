@@ -1,0 +1,1 @@
+"""`doctor` and `config`: what is wrong here, and what every setting is."""

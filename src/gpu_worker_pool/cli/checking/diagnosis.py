@@ -1,0 +1,245 @@
+"""What this host and its endpoints need, looked at one after the other. Changes nothing but a folder it may make."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+import sys
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, Literal
+
+import apsw
+
+from gpu_worker_pool._version import __version__
+from gpu_worker_pool.cli.checking.findings import Finding
+from gpu_worker_pool.cli.checking.server_checks import look_at_servers
+from gpu_worker_pool.cli.checking.settings_list import all_settings
+from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local, local_backend
+from gpu_worker_pool.cli.keys import allows_insecure_key
+from gpu_worker_pool.cli.local_state import is_private, local_state_directory, privacy_warning
+from gpu_worker_pool.config import MultiEndpointConfigurationManager, is_loopback_url, is_private_url
+from gpu_worker_pool.core.settings import PoolSettings
+from gpu_worker_pool.errors import DriverError, GPUWorkerPoolError, LedgerUnavailableError, ServiceRefusedError
+from gpu_worker_pool.hardware.readers.choose import make_reader
+from gpu_worker_pool.hardware.sampler import boot_time
+from gpu_worker_pool.hardware.visibility import VisibilityFilter
+from gpu_worker_pool.ledger.host import open_host_ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from gpu_worker_pool.config import EndpointConfig
+    from gpu_worker_pool.hardware.samples import DriverAnswer
+
+#: A driver that takes longer hangs.
+DRIVER_SECONDS: Final = 10.0
+LEDGER_SECONDS: Final = 5.0
+LITTLE_SPACE_MB: Final = 50
+
+
+def diagnose(given: Sequence[str]) -> list[Finding]:
+    findings = [*_versions()]
+    try:
+        endpoints = chosen_endpoints(given)
+    except ValueError as error:
+        findings.append(Finding("wrong", "endpoints", str(error), "name URLs such as http://gpu-1:8000, or local://"))
+        endpoints = ()
+    # Whoever uses only servers elsewhere needs no driver here.
+    is_local_needed = any(is_local(endpoint) or is_loopback_url(endpoint.url) for endpoint in endpoints)
+    findings += _hardware(is_needed=is_local_needed)
+    findings += _state_directory()
+    findings += asyncio.run(look_at_servers(endpoints))
+    findings += _keys(endpoints)
+    findings += _settings()
+    return findings
+
+
+# --- this installation ---
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("ok", "gpu-pool", f"{__version__}, Python {platform.python_version()}, {sys.executable}")
+    sqlite = tuple(map(int, apsw.sqlite_lib_version().split(".")))
+    if sqlite < (3, 51, 3):
+        yield Finding(
+            "wrong",
+            "SQLite",
+            f"{apsw.sqlite_lib_version()} may damage a ledger that several processes share",
+            "pip install --upgrade apsw",
+        )
+    else:
+        yield Finding("ok", "SQLite", apsw.sqlite_lib_version())
+
+
+# --- the driver, and what it shows ---
+
+
+def _hardware(*, is_needed: bool) -> Iterator[Finding]:
+    bad: Literal["warning", "wrong"] = "wrong" if is_needed else "warning"
+    try:
+        backend = local_backend()
+    except ValueError as error:
+        yield Finding("wrong", "driver", str(error), "unset GPU_BACKEND")
+        return
+    if backend.startswith("simulated"):
+        yield Finding("warning", "driver", f"GPU_BACKEND={backend}: the GPUs are pretended", "unset it for real ones")
+    else:
+        yield from _ways_to_read(bad)
+    answer = _read(backend)
+    if isinstance(answer, DriverError):
+        yield Finding(bad, "GPUs", str(answer), _driver_advice(answer))
+        return
+    if not answer.gpus:
+        yield Finding(bad, "GPUs", "the driver shows none", "nvidia-smi -L lists them; in a container: --gpus all")
+        return
+    driver = f", driver {answer.driver_version}" if answer.driver_version else ""
+    yield Finding("ok", "GPUs", f"{len(answer.gpus)} seen by {answer.backend}{driver}")
+    for gpu in answer.gpus:
+        if gpu.fault:
+            yield Finding("wrong", f"GPU {gpu.index}", gpu.fault, gpu.recovery_action or "nvidia-smi -q says more")
+        if gpu.processes is None:
+            yield Finding("warning", f"GPU {gpu.index}", "its processes cannot be seen", "in a container: --pid=host")
+    yield from _visible(answer)
+
+
+def _ways_to_read(bad: Literal["warning", "wrong"]) -> Iterator[Finding]:
+    """Either of them will do."""
+    found = shutil.which("nvidia-smi")
+    answer = _read("nvml")
+    nvml = str(answer) if isinstance(answer, DriverError) else None
+    if nvml is None:
+        yield Finding("ok", "NVML", "can be used")
+    else:
+        yield Finding("warning" if found else bad, "NVML", nvml, "" if found else "install the NVIDIA driver")
+    if found:
+        yield Finding("ok", "nvidia-smi", found)
+    elif nvml is None:
+        yield Finding("ok", "nvidia-smi", "not found, and not needed")
+
+
+def _read(backend: str) -> DriverAnswer | DriverError:
+    """In a thread that is left behind if the driver hangs."""
+    answers: list[DriverAnswer | DriverError] = []
+
+    def read() -> None:
+        try:
+            answers.append(make_reader(backend, boot_time).read())
+        except DriverError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(DRIVER_SECONDS)
+    hangs = DriverError(f"the driver has not answered for {DRIVER_SECONDS:g} s", code="driver_hangs")
+    return answers[0] if answers else hangs
+
+
+def _driver_advice(error: DriverError) -> str:
+    match error.code:
+        case "nvidia_smi_not_found" | "nvml_not_found":
+            return "install the NVIDIA driver, or use a server elsewhere: --endpoint http://…"
+        case "driver_hangs":
+            return "dmesg may say why; a hanging driver needs a reboot"
+    return "nvidia-smi shows the same; after an update of the driver, reboot"
+
+
+def _visible(answer: DriverAnswer) -> Iterator[Finding]:
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        yield Finding("ok", "visible devices", "all: CUDA_VISIBLE_DEVICES is not set")
+    else:
+        visibility = VisibilityFilter(value).apply(answer.gpus)
+        shown = ", ".join(str(gpu.index) for gpu in visibility.gpus) or "none"
+        if not visibility.is_filtering and visibility.gpus:
+            yield Finding(
+                "wrong", "visible devices", f"CUDA_VISIBLE_DEVICES={value!r} names none of the GPUs", "unset it"
+            )
+        elif not visibility.gpus:
+            yield Finding("wrong", "visible devices", f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU", "unset it")
+        else:
+            yield Finding("ok", "visible devices", f"CUDA_VISIBLE_DEVICES={value!r}: {shown}")
+    order = os.environ.get("CUDA_DEVICE_ORDER", "")
+    if value is not None and order != "PCI_BUS_ID" and len(answer.gpus) > 1 and not value.startswith(("GPU-", "MIG-")):
+        yield Finding(
+            "warning",
+            "visible devices",
+            "CUDA may number GPUs otherwise than the driver does",
+            "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
+        )
+
+
+# --- where programs of this host meet ---
+
+
+def _state_directory() -> Iterator[Finding]:
+    try:
+        directory = local_state_directory()
+    except ServiceRefusedError as error:
+        yield Finding("wrong", "state directory", str(error), "set GPU_POOL_STATE_DIR to a folder on a local disk")
+        return
+    if is_private(directory):
+        yield Finding("warning", "state directory", privacy_warning(directory))
+    elif not os.access(directory, os.W_OK):
+        yield Finding("wrong", "state directory", f"{directory} cannot be written", "chmod it, or choose another")
+        return
+    else:
+        yield Finding("ok", "state directory", str(directory))
+    free_mb = shutil.disk_usage(directory).free / 1e6
+    if free_mb < LITTLE_SPACE_MB:
+        yield Finding(
+            "wrong", "disk", f"{free_mb:.0f} MB are left for {directory}", "make room: nothing can be granted"
+        )
+    yield asyncio.run(_ledger(directory))
+
+
+async def _ledger(directory: Path) -> Finding:
+    try:
+        ledger = open_host_ledger(local_backend(), PoolSettings(), lambda _: None, state_dir=str(directory))
+    except ValueError:
+        return Finding("warning", "ledger", "not looked at, as GPU_BACKEND cannot be used")
+    except (LedgerUnavailableError, OSError) as error:
+        return Finding("wrong", "ledger", str(error))
+    try:
+        async with asyncio.timeout(LEDGER_SECONDS):
+            held, waiting = await ledger.look(lambda pool, _: (len(pool.leases), len(pool.queue)))
+    except (GPUWorkerPoolError, TimeoutError) as error:
+        return Finding("wrong", "ledger", str(error) or "it does not answer")
+    finally:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEDGER_SECONDS):
+                await ledger.close()
+    return Finding("ok", "ledger", f"{held} leases, {waiting} waiting")
+
+
+# --- keys and settings ---
+
+
+def _keys(endpoints: Sequence[EndpointConfig]) -> Iterator[Finding]:
+    key = MultiEndpointConfigurationManager().get_api_key()
+    elsewhere = [endpoint for endpoint in endpoints if not is_loopback_url(endpoint.url)]
+    if key is None and not elsewhere:
+        yield Finding("ok", "keys", "none are needed on this host")
+    elif key is None:
+        yield Finding("warning", "keys", "no GPU_POOL_API_KEY for servers elsewhere", "export GPU_POOL_API_KEY=…")
+    else:
+        yield Finding("ok", "keys", "GPU_POOL_API_KEY is set")
+    for endpoint in elsewhere:
+        if key is not None and not is_private_url(endpoint.url) and not allows_insecure_key():
+            yield Finding(
+                "wrong",
+                endpoint.endpoint_id,
+                "a key is not sent over plain http, where others can read it",
+                "use https://, or, in a network you trust, set GPU_POOL_ALLOW_INSECURE_KEY=1",
+            )
+
+
+def _settings() -> Iterator[Finding]:
+    bad = [setting for setting in all_settings() if setting.problem]
+    for setting in bad:
+        yield Finding("wrong", setting.name, setting.problem or "", "gpu-pool config lists all settings")
+    if not bad:
+        yield Finding("ok", "settings", "nothing is wrong with them")

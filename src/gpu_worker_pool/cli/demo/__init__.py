@@ -1,0 +1,1 @@
+"""`gpu-pool demo`: a pool at work, shown as it happens."""

@@ -1,0 +1,267 @@
+"""A command on its GPU: started when the GPU is there, sent every signal that `gpu-pool` gets, once, and waited for.
+
+It stays in the process group of `gpu-pool`, so that whatever a terminal or a shell does to that group (Ctrl-C, Ctrl-Z,
+fg, bg, a hangup) happens to it as if it had been started alone. Such a signal is not passed on, or it would come twice.
+Which ones those are the kernel tells, or the keeper, which is in the group as well: what it got too was sent to all.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from gpu_worker_pool.cli.failures import CommandError
+from gpu_worker_pool.cli.quantities import spoken_seconds
+from gpu_worker_pool.cli.running.environment import shown_gpus
+from gpu_worker_pool.cli.running.front import ENDING, Front, die_of_interrupt
+from gpu_worker_pool.cli.running.linux import SignalInfo, adopt_orphans, die_with_parent
+from gpu_worker_pool.cli.running.proc import descendants, has_children
+from gpu_worker_pool.cli.statuses import KILLED, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from gpu_worker_pool.cli.running.asked import Asked
+    from gpu_worker_pool.cli.running.progress import Progress
+
+#: So long the keeper has to say that it got a signal too.
+GROUP_SECONDS: Final = 0.05
+#: So long a command has to end after it was told to, because its lease was lost.
+TERMINATE_SECONDS: Final = 30.0
+#: So long what a command left behind has to end, after the command itself was ended by a signal.
+ORPHANS_SECONDS: Final = 5.0
+
+
+class _Pending(NamedTuple):
+    info: SignalInfo
+    until: float
+
+
+class CommandOnGPU(Front):
+    """`environment` makes that of the command from what was granted."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        asked: Asked,
+        progress: Progress,
+        environment: Callable[[dict[str, Any]], Mapping[str, str]],
+        *,
+        terminates_when_lost: bool = False,
+    ) -> None:
+        super().__init__(asked, progress)
+        self._command = list(command)
+        self._environment = environment
+        self._terminates_when_lost = terminates_when_lost
+        self._child: int | None = None
+        self._wait_status: int | None = None
+        #: Signals of which it is not known yet whether the whole group got them, and those of which the keeper told.
+        self._pending: list[_Pending] = []
+        self._told: list[tuple[int, int, float]] = []
+        self._is_interrupted = False
+        #: The last that told the command to end.
+        self._ending: int | None = None
+        self._kill_at: float | None = None
+
+    def run(self) -> int:
+        granted = self.until_granted()
+        if self.progress.has_spoken:
+            self.progress.say(f"{shown_gpus(granted)} after {spoken_seconds(self.progress.waited_seconds)}")
+        adopt_orphans()
+        try:
+            self._start(self._environment(granted))
+        except BaseException:
+            self.keeper.send("done", is_clean=True)
+            self.until_keeper_is_gone()
+            raise
+        while self._wait_status is None:
+            self.turn(self._seconds_to_deadline())
+            self._pass_on_what_is_due()
+        return self._finish(os.waitstatus_to_exitcode(self._wait_status))
+
+    # --- starting ---
+
+    def _start(self, environment: Mapping[str, str]) -> None:
+        read_end, write_end = os.pipe()
+        parent = os.getpid()
+        self._child = child = os.fork()
+        if child == 0:
+            self._become_the_command(environment, parent, write_end)
+        os.close(write_end)
+        self.keeper.send("child", pid=child)
+        with os.fdopen(read_end, "rb") as failure:
+            number = failure.read()
+        if number:
+            os.waitpid(child, 0)
+            raise cannot_run(self._command[0], int(number))
+
+    def _become_the_command(self, environment: Mapping[str, str], parent: int, write_end: int) -> None:
+        number = errno.EINVAL
+        try:
+            # If we are killed, nobody keeps the lease for it any more.
+            die_with_parent(signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(KILLED + signal.SIGKILL)
+            for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(ignored_by_python, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.keeper.mask_before)
+            os.execvpe(self._command[0], self._command, dict(environment))  # noqa: S606  # what it is for
+        except OSError as error:
+            number = error.errno or errno.EINVAL
+        finally:
+            os.write(write_end, str(number).encode())
+            os._exit(int(Status.NOT_FOUND))
+
+    # --- while it runs ---
+
+    def on_message(self, message: dict[str, Any]) -> None:
+        match message["kind"]:
+            case "signal":
+                self._group_got(message["number"], message["pid"])
+            case "told":
+                self.progress.say(message["text"])
+            case "lost":
+                self._lost(message["text"])
+            case "failed" if self._child is not None:
+                self._lost(message["text"])
+            case _:
+                super().on_message(message)
+
+    def on_keeper_gone(self) -> None:
+        if self._child is None:
+            super().on_keeper_gone()
+        self._lost("the process that kept the lease has ended")
+
+    def on_signal(self, info: SignalInfo) -> None:
+        if self._child is None:
+            super().on_signal(info)
+        elif info.number == signal.SIGCONT:
+            self._send(info.number)  # twice does no harm
+        elif info.is_from_kernel:
+            self._from_terminal(info)
+        else:
+            self._pending.append(_Pending(info, time.monotonic() + GROUP_SECONDS))
+
+    def _from_terminal(self, info: SignalInfo) -> None:
+        """The whole group has got it; but for a hangup, which the kernel tells the leader of a session alone."""
+        if info.number == signal.SIGHUP and os.getsid(0) == os.getpid():
+            self._send(info.number)
+        self._act_on(info)
+
+    def _group_got(self, number: int, pid: int) -> None:
+        self._told.append((number, pid, time.monotonic() + 2 * GROUP_SECONDS))
+
+    def _pass_on_what_is_due(self) -> None:
+        now = time.monotonic()
+        for told in self._told:
+            # All of them: `timeout` sends it to us first, and then to the group, of which the command is one.
+            for pending in [each for each in self._pending if (each.info.number, each.info.pid) == told[:2]]:
+                self._pending.remove(pending)
+                self._act_on(pending.info)
+        for pending in [each for each in self._pending if now >= each.until or self.keeper.exit_status is not None]:
+            self._pending.remove(pending)
+            self._send(pending.info.number)
+            self._act_on(pending.info)
+        self._told = [told for told in self._told if now < told[2]]
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            self._send(signal.SIGKILL)
+
+    def _act_on(self, info: SignalInfo) -> None:
+        """What the command was told concerns us, too."""
+        self._note(info)
+        if info.number == signal.SIGTSTP:
+            self.stop_myself()
+
+    def _note(self, info: SignalInfo) -> None:
+        if info.number in ENDING:
+            self._ending = info.number
+            self._is_interrupted = info.number == signal.SIGINT and info.is_from_kernel
+
+    def _seconds_to_deadline(self) -> float | None:
+        deadlines = [pending.until for pending in self._pending]
+        if self._kill_at is not None:
+            deadlines.append(self._kill_at)
+        return min(deadlines) - time.monotonic() if deadlines else None
+
+    def _send(self, number: int) -> None:
+        if self._child is not None and self._wait_status is None:
+            os.kill(self._child, number)
+
+    def _lost(self, text: str) -> None:
+        if self._wait_status is not None:
+            return
+        if self._terminates_when_lost and self._kill_at is None:
+            self.progress.say(f"the lease is lost: {text}; ending the command")
+            self._ending = signal.SIGTERM
+            self._kill_at = time.monotonic() + TERMINATE_SECONDS
+            self._send(signal.SIGTERM)
+        else:
+            self.progress.say(f"the lease is lost: {text}; the command goes on, and others may get its GPU")
+
+    def on_child_ended(self, pid: int, wait_status: int) -> None:
+        if pid == self._child:
+            self._wait_status = wait_status
+
+    # --- the end ---
+
+    def _finish(self, code: int) -> int:
+        left = self._left_behind()
+        if left and self._ending is not None:
+            left = self._end_orphans(self._ending)
+        if left:
+            shown = ", ".join(map(str, left[:5])) + ("…" if len(left) > 5 else "")
+            self.progress.say(
+                f"the command has left processes behind ({shown}): its GPU is not handed on while they are on it"
+            )
+        self.keeper.send("done", is_clean=not left)
+        self.until_keeper_is_gone()
+        if code == -signal.SIGINT and self._is_interrupted:
+            die_of_interrupt()
+        return KILLED - code if code < 0 else code
+
+    def _left_behind(self) -> list[int]:
+        if not has_children(os.getpid(), besides=self.keeper.pid):
+            return []
+        keepers = {self.keeper.pid, *descendants(self.keeper.pid)}
+        return [pid for pid in descendants(os.getpid()) if pid not in keepers]
+
+    def _end_orphans(self, number: int) -> list[int]:
+        """They are told what the command was told, which did not pass it on to them."""
+        for pid in self._left_behind():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + ORPHANS_SECONDS
+        while (left := self._left_behind()) and (seconds := deadline - time.monotonic()) > 0:
+            self.turn(min(seconds, 0.2))
+        return left
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Before anybody waits for hours: whether there is such a program at all."""
+    name = command[0]
+    if shutil.which(name) is not None:
+        return
+    if os.path.lexists(name) if "/" in name else shutil.which(name, os.F_OK) is not None:
+        raise cannot_run(name, errno.EACCES)
+    raise cannot_run(name, errno.ENOENT)
+
+
+def cannot_run(name: str, number: int) -> CommandError:
+    if number in (errno.ENOENT, errno.ENOTDIR) and not os.path.lexists(name):
+        hint = "" if "/" in name else "; is it in PATH?"
+        return CommandError(f"there is no program {name!r}{hint}", Status.NOT_FOUND)
+    reason = os.strerror(number).lower()
+    if number == errno.ENOEXEC:
+        reason += "; a script must begin with a line such as #!/bin/sh"
+    elif number == errno.EACCES and Path(name).is_dir():
+        reason = "it is a directory"
+    elif number == errno.EACCES:
+        reason += "; chmod +x makes it a program"
+    return CommandError(f"{name!r} cannot be run: {reason}", Status.CANNOT_EXECUTE)

@@ -1,0 +1,255 @@
+"""The keeper's own program: asks for a GPU, holds it for a command or for another process, and gives it back.
+
+It talks to `gpu-pool` by messages, and outlives it if need be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import select
+import signal
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from gpu_worker_pool.cli.endpoints import is_endpoint_named
+from gpu_worker_pool.cli.logs import configure_logs
+from gpu_worker_pool.cli.running.asked import Asked
+from gpu_worker_pool.cli.running.asking import Asking
+from gpu_worker_pool.cli.running.holding import LOST, Holding
+from gpu_worker_pool.cli.running.keeper_process import PASSED_ON
+from gpu_worker_pool.cli.running.processes import processes_of_lease, until_gone
+from gpu_worker_pool.cli.running.services import asks_for, load_local
+from gpu_worker_pool.cli.statuses import Status, status_of
+from gpu_worker_pool.core.backoff import backoff_seconds
+from gpu_worker_pool.errors import GPUWorkerPoolError, ServiceUnavailableError, WorkerTimeoutError
+
+if TYPE_CHECKING:
+    from gpu_worker_pool.cli.running.channel import Channel
+    from gpu_worker_pool.cli.running.values import Held, Service, Waiting
+
+#: So many reasons are told at most; a host with more GPUs is explained by its summary.
+MOST_REASONS: Final = 32
+REST_AFTER_SECONDS: Final = 2.0
+#: A server that does not take a lease back in this time is away: nobody waits for it any longer.
+RELEASE_SECONDS: Final = 4.0
+
+
+def keep_what_is_asked(channel: Channel) -> None:
+    """In a process of its own, which it ends with."""
+    if not is_endpoint_named():
+        load_local()  # while the command line is being read
+    configure_logs()
+    gc.freeze()  # what was loaded stays; nobody need look at it again
+    gc.enable()
+    asked = _until_asked(channel)
+    if asked is None:
+        return
+    if asked.for_pid is not None:
+        os.setsid()
+    asyncio.run(_Keeper(channel, asked).live())
+
+
+def _until_asked(channel: Channel) -> Asked | None:
+    select.select([channel], [], [])
+    message = channel.receive_one()
+    return None if message is None else Asked.of_message(message["asked"])
+
+
+class _Keeper:
+    def __init__(self, channel: Channel, asked: Asked) -> None:
+        self._channel = channel
+        self._asked = asked
+        self._command_pid: int | None = None
+        self._summary = ""
+        #: Nobody wants the GPU any more: it was said so, or whoever could has gone.
+        self._is_over = asyncio.Event()
+        #: `gpu-pool` itself has gone, without saying anything.
+        self._is_alone = asyncio.Event()
+        #: The command has ended and has left nothing behind; of a `wait`: its shell knows of the GPU.
+        self._is_clean = self._is_taken = False
+
+    async def live(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._channel.fileno(), self._hear)
+        # Every signal is blocked, so that Ctrl-Z and Ctrl-C do not reach us; but we are told of them.
+        threading.Thread(target=self._hear_signals, args=(loop,), daemon=True).start()
+        try:
+            found = await self._ask()
+        except WorkerTimeoutError as error:
+            self._fail_in_time(error)
+        except GPUWorkerPoolError as error:  # of which some are a ValueError, too
+            self._fail(error, status_of(error))
+        except ValueError as error:
+            self._fail(error, Status.USAGE)
+        else:
+            if found is not None:
+                await self._hold(*found)
+
+    # --- what is heard ---
+
+    def _hear(self) -> None:
+        messages = self._channel.receive()
+        if messages is None:
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+            self._is_alone.set()
+            return
+        for message in messages:
+            match message["kind"]:
+                case "child":
+                    self._command_pid = message["pid"]
+                case "taken":
+                    self._is_taken = True
+                case "done":
+                    self._is_clean = message["is_clean"]
+                    self._is_over.set()
+                case "stop":
+                    self._is_over.set()
+
+    def _hear_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        """What we got, our whole process group got: so a command got it too, and need not be told again."""
+        while True:
+            info = signal.sigwaitinfo(PASSED_ON)
+            if self._asked.for_pid is None:
+                self._channel.send("signal", number=info.si_signo, pid=info.si_pid)
+            elif info.si_signo in (signal.SIGTERM, signal.SIGINT):
+                loop.call_soon_threadsafe(self._is_over.set)
+
+    # --- asking ---
+
+    async def _ask(self) -> tuple[Service, Held] | None:
+        """None if nobody wants it any more."""
+        patience = self._asked.patience
+        asking = asyncio.create_task(
+            Asking(asks_for(self._asked), self._tell_waiting, self._tell_trouble).lease(
+                patience.timeout_seconds, is_no_wait=patience.is_none
+            )
+        )
+        ends = [asyncio.create_task(event.wait()) for event in (self._is_over, self._is_alone)]
+        await asyncio.wait([asking, *ends], return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+            asking.cancel()
+            with suppress(asyncio.CancelledError, GPUWorkerPoolError):
+                await asking
+            return None
+        return asking.result()
+
+    def _tell_waiting(self, service: Service, waiting: Waiting) -> None:
+        summary, *reasons = waiting.reasons or ("waiting",)
+        self._summary = summary
+        self._channel.send(
+            "waiting",
+            endpoint=service.endpoint_id,
+            position=waiting.position,
+            summary=summary,
+            reasons=reasons[:MOST_REASONS],
+        )
+
+    def _tell_trouble(self, service: Service, error: GPUWorkerPoolError) -> None:
+        self._channel.send("trouble", endpoint=service.endpoint_id, text=str(error))
+
+    def _fail_in_time(self, error: WorkerTimeoutError) -> None:
+        patience = self._asked.patience
+        if isinstance(error, ServiceUnavailableError):
+            self._fail(error, Status.UNAVAILABLE)
+        elif patience.is_none:
+            self._fail(f"nothing is free now: {error}", Status.NOT_NOW)
+        else:
+            why = f": {self._summary}" if self._summary else ""
+            self._fail(f"no GPU became free in {patience.timeout_seconds:g} s{why}", Status.TIMED_OUT)
+
+    def _fail(self, error: object, status: Status) -> None:
+        self._channel.send("failed", status=int(status), text=str(error))
+
+    # --- holding ---
+
+    async def _hold(self, service: Service, lease: Held) -> None:
+        self._channel.send(
+            "granted",
+            lease_id=lease.lease_id,
+            endpoint=lease.endpoint_id,
+            gpus=[{"gpu_id": gpu.number, "uuid": gpu.uuid, "name": gpu.name} for gpu in lease.gpus],
+            is_inherited=lease.is_inherited,
+        )
+        resting = asyncio.create_task(_rest_soon(service))
+        holding = Holding(service, lease, self._tell, self._tell_lost)
+        keeping = None if lease.is_inherited else asyncio.create_task(holding.keep())
+        is_clean = await (self._until_command_ended(lease) if self._asked.for_pid is None else self._until_pid_ended())
+        resting.cancel()
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.wait([keeping])
+            if is_clean:
+                await self._give_back(service, lease)
+            # Else it is left to expire: its GPU is in quarantine then, until nothing is seen of what still runs.
+
+    def _tell(self, text: str) -> None:
+        self._channel.send("told", text=text)
+
+    def _tell_lost(self, text: str) -> None:
+        self._channel.send("lost", text=text)
+
+    async def _until_command_ended(self, lease: Held) -> bool:
+        """Whether nothing of it is left."""
+        ends = [asyncio.create_task(event.wait()) for event in (self._is_over, self._is_alone)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if self._is_over.is_set():
+            return self._is_clean
+        # It was killed, and the kernel kills the command; what that has started is not ours to kill.
+        if self._command_pid is not None:
+            await until_gone(self._command_pid)
+        return not processes_of_lease(lease.lease_id)
+
+    async def _until_pid_ended(self) -> bool:
+        """Of a `wait`: for as long as its shell lives, once that knows of the GPU."""
+        await self._is_alone.wait()
+        if not self._is_taken:
+            return True
+        _leave_the_terminal()
+        assert self._asked.for_pid is not None
+        ends = [asyncio.create_task(until_gone(self._asked.for_pid)), asyncio.create_task(self._is_over.wait())]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return True
+
+    async def _give_back(self, service: Service, lease: Held) -> None:
+        try:
+            async with asyncio.timeout(RELEASE_SECONDS):
+                await service.release(lease)
+        except LOST:
+            return
+        except (GPUWorkerPoolError, TimeoutError) as error:
+            self._tell(f"the lease cannot be given back yet, and is tried on: {str(error) or 'no answer in time'}")
+        else:
+            return
+        # Nobody waits for a server that is away: we go on alone.
+        _leave_the_terminal()
+        asyncio.get_running_loop().remove_reader(self._channel.fileno())
+        self._channel.close()
+        attempt = 0
+        with suppress(TimeoutError, *LOST):
+            async with asyncio.timeout(lease.ask.ttl_seconds):
+                while True:
+                    await asyncio.sleep(backoff_seconds(attempt, random.random(), longest=5.0) + 0.2)  # noqa: S311
+                    attempt += 1
+                    with suppress(GPUWorkerPoolError):
+                        await service.release(lease)
+                        return
+
+
+async def _rest_soon(service: Service) -> None:
+    """Not at once: many a command is over in a moment."""
+    await asyncio.sleep(REST_AFTER_SECONDS)
+    await service.rest()
+
+
+def _leave_the_terminal() -> None:
+    """Whoever reads what we could write must not wait for our end; nor should a closed terminal end us."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 2)
+    os.close(nothing)
+    with suppress(OSError):  # it is one already
+        os.setsid()
+    os.chdir("/")

@@ -1,0 +1,187 @@
+"""Leases of this host's GPUs without a server, for a process that lives for one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+from gpu_worker_pool.cli.running.values import Held, HeldGPU, Waiting, inside_a_smaller_lease
+from gpu_worker_pool.cli.visible import within_visible_devices
+from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.core.assignments import Lease
+from gpu_worker_pool.core.events import Request
+from gpu_worker_pool.core.settings import PoolSettings
+from gpu_worker_pool.desk.desk import LeaseDesk
+from gpu_worker_pool.desk.host import HostDesk
+from gpu_worker_pool.errors import ServiceRefusedError, ServiceRetryableError
+from gpu_worker_pool.hardware.processes import is_gone, name_of_this_process
+from gpu_worker_pool.hardware.sampler import boot_time
+from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
+from gpu_worker_pool.ledger.host import open_host_ledger
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from gpu_worker_pool.cli.running.values import Ask
+    from gpu_worker_pool.hardware.samples import GPUSample, Sample
+    from gpu_worker_pool.ledger import Ledger, Tell
+
+#: A driver that does not answer for so long is trouble worth telling.
+FIRST_SAMPLE_SECONDS: Final = 3.0
+#: Readings older than this are worth nothing.
+OLDEST_SECONDS: Final = 15.0
+#: So long after it was noticed that a holder has gone its GPU is usually read, and seen to be free.
+DEAD_SECONDS: Final = 1.0
+#: Whoever holds something leaves a sign of life in the ledger so often; else nobody seems to serve it (rule 10).
+LONGEST_SILENCE_SECONDS: Final = 8.0
+#: There is nothing here to wait for.
+NO_DRIVER: Final = frozenset({"nvidia_smi_not_found", "nvml_not_found"})
+
+_SETTINGS: Final = PoolSettings(poll_seconds=1.0)
+
+
+def local_user() -> str:
+    """How leases without a server name whose they are."""
+    return f"user:{os.getuid()}"
+
+
+class LocalLeaseService:
+    """Opened by the first who asks; belongs to one event loop."""
+
+    endpoint_id = "local"
+    longest_silence_seconds = LONGEST_SILENCE_SECONDS
+
+    def __init__(self, backend: str, state_dir: str, *, inherited_lease_id: str | None = None) -> None:
+        self._backend = backend
+        self._state_dir = state_dir
+        self._inherited_lease_id = inherited_lease_id
+        self._opening: asyncio.Task[HostDesk] | None = None
+        self._process = name_of_this_process()
+        self._sampled = asyncio.Event()
+        self._is_first_over = False
+        self._request: Request | None = None
+
+    async def acquire(self, ask: Ask, *, wait_seconds: float, may_keep: bool) -> Held | Waiting:
+        host = await self._host()
+        gpus = await self._gpus(host)
+        await self._until_the_dead_are_noticed(host)
+        if self._inherited_lease_id and (inherited := await self._inherited(host, ask)) is not None:
+            return inherited
+        sent_at = awake_or_not()
+        if self._request is None or self._request.request_id != ask.request_id:
+            self._request = self._make_request(ask, gpus)
+        found = await host.desk.acquire(self._request, wait_seconds=wait_seconds, may_keep=may_keep)
+        if isinstance(found, Lease):
+            return _held(found, ask, sent_at)
+        return Waiting(found.position, found.reasons)
+
+    async def rest(self) -> None:
+        """A hundred programs that hold a GPU for days need not look at it, nor at the ledger, all the time."""
+        if self._opening is not None:
+            host = await self._opening
+            self._opening = None
+            await host.stop()
+
+    async def renew(self, lease: Held, *, timeout_seconds: float) -> None:
+        async with asyncio.timeout(timeout_seconds), self._ledger() as desk:
+            await desk.renew(lease.lease_id, local_user())
+
+    async def release(self, lease: Held) -> None:
+        async with self._ledger() as desk:
+            await desk.release(lease.lease_id, local_user())
+
+    async def cancel(self, ask: Ask) -> None:
+        async with self._ledger() as desk:
+            await desk.cancel(ask.request_id, local_user())
+
+    @asynccontextmanager
+    async def _ledger(self) -> AsyncIterator[LeaseDesk]:
+        """The desk, if it is open; else one without readings, for a moment."""
+        if self._opening is not None:
+            yield (await self._host()).desk
+            return
+        desk = LeaseDesk(self._open_ledger, lambda _: None)
+        await desk.start()
+        try:
+            yield desk
+        finally:
+            await desk.stop()
+
+    def _open_ledger(self, tell: Tell) -> Ledger:
+        return open_host_ledger(self._backend, _SETTINGS, tell, state_dir=self._state_dir)
+
+    # --- opening ---
+
+    async def _host(self) -> HostDesk:
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open())
+        return await asyncio.shield(self._opening)
+
+    async def _open(self) -> HostDesk:
+        host = HostDesk(
+            self._backend,
+            settings=_SETTINGS,
+            state_dir=self._state_dir,
+            on_sample=self._take,
+        )
+        await host.start()
+        return host
+
+    def _take(self, _sample: Sample) -> None:
+        self._sampled.set()
+
+    async def _gpus(self, host: HostDesk) -> tuple[GPUSample, ...]:
+        """Nothing is granted without readings: whoever waits for what cannot come is told so."""
+        try:
+            async with asyncio.timeout(FIRST_SAMPLE_SECONDS):
+                await self._sampled.wait()
+        except TimeoutError:
+            raise ServiceRetryableError("the driver does not answer") from None
+        last, good = host.seen.last, host.seen.good
+        answer = None if last is None else last.answer
+        if isinstance(answer, DriverFailure):
+            if answer.code in NO_DRIVER:
+                raise ServiceRefusedError(answer.message)
+            if good is None or boot_time() - good.begun_at > OLDEST_SECONDS:
+                raise ServiceRetryableError(answer.message)
+        assert good is not None  # it was that, or a failure
+        assert isinstance(good.answer, DriverAnswer)
+        if not good.answer.gpus:
+            raise ServiceRefusedError("this host has no GPU; GPU_BACKEND=simulated:4 pretends to have four")
+        return good.answer.gpus
+
+    async def _until_the_dead_are_noticed(self, host: HostDesk) -> None:
+        """Whoever does not want to wait must not be told that somebody has the GPU who was killed a moment ago."""
+        if self._is_first_over:
+            return
+        self._is_first_over = True
+        desk = host.desk
+        await desk.queue()  # by then it is known what is held
+        deadline = awake_or_not() + DEAD_SECONDS
+        while any(is_gone(lease.request.process) for lease in desk.leases.values() if lease.request.process):
+            if awake_or_not() > deadline:
+                return
+            await asyncio.sleep(0.02)
+
+    # --- asking ---
+
+    def _make_request(self, ask: Ask, gpus: tuple[GPUSample, ...]) -> Request:
+        """Once: it must be the same every time, also if other GPUs are seen meanwhile."""
+        user, wishes = local_user(), within_visible_devices(ask.wishes, gpus)
+        return Request(ask.request_id, wishes, ask.worker_id, user, ask.label, ask.ttl_seconds, user, self._process)
+
+    async def _inherited(self, host: HostDesk, ask: Ask) -> Held | None:
+        """Whoever runs inside a lease has it already, and must not wait for itself."""
+        lease = host.desk.leases.get(self._inherited_lease_id or "")
+        if lease is None or not lease.is_live or lease.request.account != local_user():
+            return None
+        if ask.wishes.count > len(lease.held):
+            raise inside_a_smaller_lease(lease.lease_id, len(lease.held))
+        return _held(lease, ask, awake_or_not(), is_inherited=True)
+
+
+def _held(lease: Lease, ask: Ask, sent_at: float, *, is_inherited: bool = False) -> Held:
+    gpus = tuple(HeldGPU(held.index, held.uuid, held.name) for held in lease.held)
+    return Held("local", lease.lease_id, gpus, ask, sent_at, is_inherited)

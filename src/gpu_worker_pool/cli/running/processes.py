@@ -1,0 +1,82 @@
+"""Other processes: whether one has gone, which belong to a lease, and which is the shell that called us."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Final
+
+from gpu_worker_pool.cli.running.proc import ProcessStat, process_stat
+
+#: How often to look whether a process is still there, where the kernel does not tell.
+LOOK_SECONDS: Final = 0.5
+
+
+async def until_gone(pid: int) -> None:
+    """Until the process that has this pid now has ended."""
+    found = process_stat(pid)
+    if found is None or found.state == "Z":
+        return
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except OSError:  # a kernel that cannot
+        while _is_same(process_stat(pid), found):  # noqa: ASYNC110  # nobody tells us
+            await asyncio.sleep(LOOK_SECONDS)
+        return
+    loop = asyncio.get_running_loop()
+    gone = asyncio.Event()
+    loop.add_reader(descriptor, gone.set)
+    try:
+        await gone.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _is_same(now: ProcessStat | None, then: ProcessStat) -> bool:
+    return now is not None and now.started_at == then.started_at and now.state != "Z"
+
+
+def processes_of_lease(lease_id: str) -> list[int]:
+    """Those that were started inside it, as their environment says, as far as we may look."""
+    wanted = f"GPU_POOL_LEASE_ID={lease_id}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                environment = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if wanted in environment.split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def calling_shell() -> int:
+    """The nearest parent that is not a subshell, which a shell forks for `$(…)` and which ends with it.
+
+    A fork that executed nothing has its parent's memory, and so the very addresses the kernel once chose for that one.
+    """
+    pid = os.getppid()
+    while (parent := _parent_of(pid)) > 1 and _is_fork_of(pid, parent):
+        pid = parent
+    return pid
+
+
+def _parent_of(pid: int) -> int:
+    stat = process_stat(pid)
+    return 0 if stat is None else stat.parent
+
+
+def _is_fork_of(pid: int, parent: int) -> bool:
+    def facts(of: int) -> tuple[bytes, ...]:
+        return tuple(Path(f"/proc/{of}/{name}").read_bytes() for name in ("auxv", "cmdline"))
+
+    try:
+        ours = facts(pid)
+        return bool(ours[0]) and ours == facts(parent)
+    except OSError:
+        return False

@@ -1,0 +1,89 @@
+"""A view of the endpoints that is kept up to date: on a terminal in place, elsewhere as one text after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.cli.failures import CommandError
+from gpu_worker_pool.cli.showing import hosts_view
+from gpu_worker_pool.cli.showing.looking import Seen, ask_all, open_hosts
+from gpu_worker_pool.cli.tables import is_pretty, make_console, make_table, plain_table, print_line, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rich.console import RenderableType
+
+    from gpu_worker_pool.cli.showing.looking import Host
+
+
+def show_live(endpoints: Sequence[str], interval_seconds: float, count: int | None) -> None:
+    try:
+        asyncio.run(_show(endpoints, interval_seconds, count))
+    except KeyboardInterrupt:
+        return  # that is how one leaves it
+
+
+async def _show(endpoints: Sequence[str], interval_seconds: float, count: int | None) -> None:
+    async with open_hosts(endpoints) as hosts:
+        if not is_pretty():
+            await _repeat(hosts, interval_seconds, count, _print_plain)
+            return
+        from rich.live import Live
+
+        with Live(console=make_console(), screen=count is None, auto_refresh=False) as live:
+            await _repeat(
+                hosts, interval_seconds, count, lambda seen: live.update(rendered(hosts_view.parts(seen)), refresh=True)
+            )
+
+
+async def _repeat(
+    hosts: Sequence[Host], interval_seconds: float, count: int | None, show: Callable[[list[Seen]], object]
+) -> None:
+    number = 0
+    while True:
+        begun_at = time.monotonic()
+        try:
+            seen = await ask_all(hosts, hosts_view.everything_of)
+        except CommandError:
+            if number == 0:
+                raise
+            # It was there before, and may be again.
+            seen = await _failures(hosts)
+        show(seen)
+        number += 1
+        if number == count:
+            return
+        await asyncio.sleep(max(interval_seconds - (time.monotonic() - begun_at), 0.05))
+
+
+async def _failures(hosts: Sequence[Host]) -> list[Seen]:
+    return [Seen(host.endpoint, None, "does not answer") for host in hosts]
+
+
+def rendered(parts: Sequence[hosts_view.Part]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    shown: list[RenderableType] = [Text(f"gpu-pool top   {datetime.now():%H:%M:%S}   Ctrl-C to leave", style="dim")]
+    for part in parts:
+        if part.rows:
+            shown.append(make_table(part.columns, part.rows, title=part.title))
+        else:
+            shown.append(Text(printable(" ".join(text for text in (part.title, part.nothing) if text))))
+    return Group(*shown)
+
+
+def _print_plain(seen: list[Seen]) -> None:
+    print_line(f"{datetime.now():%H:%M:%S}")
+    for part in hosts_view.parts(seen):
+        if part.title:
+            print_line(part.title)
+        for line in plain_table(part.columns, part.rows) if part.rows else [part.nothing]:
+            print_line(line)
+    print_line()
+    sys.stdout.flush()

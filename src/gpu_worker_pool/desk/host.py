@@ -1,0 +1,65 @@
+"""This host's desk without a server: its readings, its ledger and the desk, for a program that uses `local://`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.core.settings import PoolSettings
+from gpu_worker_pool.desk.desk import LeaseDesk
+from gpu_worker_pool.hardware.host import host_sampler
+from gpu_worker_pool.ledger.host import open_host_ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpu_worker_pool.hardware.sampler import Seen
+    from gpu_worker_pool.hardware.samples import Sample
+
+
+class HostDesk:
+    """`desk` is open between `start` and `stop`; the host's GPUs are sampled meanwhile, by it or by another process."""
+
+    def __init__(
+        self,
+        backend: str = "auto",
+        *,
+        interval_seconds: float = 1.0,
+        settings: PoolSettings | None = None,
+        state_dir: str | None = None,
+        on_sample: Callable[[Sample], object] | None = None,
+    ) -> None:
+        """`on_sample` is called in the event loop's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._on_sample = on_sample
+        settings = settings or PoolSettings(poll_seconds=interval_seconds)
+        self._sampler = host_sampler(
+            backend,
+            interval_seconds=interval_seconds,
+            keep=1,
+            # The only crossing from the sampler's thread to the loop's.
+            on_sample=lambda sample: self._loop.call_soon_threadsafe(self._take, sample),
+            state_dir=state_dir,
+            holders=lambda: self.desk.holders(),  # noqa: PLW0108  # the desk is made below
+        )
+        self.desk = LeaseDesk(
+            lambda tell: open_host_ledger(backend, settings, tell, state_dir=state_dir), self._sampler.want_fresh
+        )
+
+    @property
+    def seen(self) -> Seen:
+        """What is known of the GPUs at this moment."""
+        return self._sampler.seen
+
+    async def start(self) -> None:
+        await self.desk.start()
+        self._sampler.start()
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._sampler.stop)
+        await self.desk.stop()
+
+    def _take(self, sample: Sample) -> None:
+        self.desk.take(sample)
+        if self._on_sample is not None:
+            self._on_sample(sample)

@@ -1,0 +1,270 @@
+"""The lease API: who asks is looked at first, then what, then the desk decides; whatever it says becomes an answer.
+
+What changes something is answered before the framework has looked at the request, as the hot routes are: a grant costs
+a write to the disk, and little else should be added to it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from gpu_worker_pool.core.assignments import Lease
+from gpu_worker_pool.core.events import Request
+from gpu_worker_pool.desk.desk import owner_of
+from gpu_worker_pool.errors import GPUWorkerPoolError, LedgerUnavailableError, NotYourLeaseError, PoolStoppedError
+from gpu_worker_pool.gpu_server.answers import REFUSED_BY_THE_DESK, JSONAnswer, as_refusal
+from gpu_worker_pool.gpu_server.connected import Attention, CallerGoneError, is_gone, read_body
+from gpu_worker_pool.gpu_server.leases.bodies import (
+    explanation_body,
+    granted_body,
+    lease_body,
+    lease_row,
+    queue_row,
+    waiting_body,
+)
+from gpu_worker_pool.gpu_server.leases.schemas import ID_PATTERN, TOKEN_PATTERN, nonsense, read_request
+from gpu_worker_pool.gpu_server.leases.visible import within_what_is_shown
+from gpu_worker_pool.gpu_server.security import Refusal, check_content_type, read_headers
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from starlette.types import Receive, Scope, Send
+
+    from gpu_worker_pool.desk.desk import LeaseDesk, Waiting
+    from gpu_worker_pool.gpu_server.leases.schemas import LeaseRequest
+    from gpu_worker_pool.gpu_server.security import Caller, Doorkeeper, Headers
+    from gpu_worker_pool.gpu_server.view import HostView
+
+    #: None: nobody is there any more to be answered.
+    Outcome = JSONAnswer | Refusal | None
+    Handler = Callable[["Call"], Awaitable[Outcome]]
+
+_ID: Final = re.compile(ID_PATTERN)
+_TOKEN: Final = re.compile(TOKEN_PATTERN)
+
+
+@dataclass(slots=True)
+class Call:
+    """One request to change something, of somebody who may."""
+
+    caller: Caller
+    headers: Headers
+    #: The id in the path.
+    identifier: str
+    receive: Receive
+
+    @property
+    def token(self) -> str | None:
+        sent = self.headers.lease_token
+        return None if sent is None else sent.decode("latin-1")
+
+
+class LeaseAPI:
+    """Belongs to one event loop."""
+
+    def __init__(self, desk: LeaseDesk, door: Doorkeeper, view: HostView, prefix: str = "") -> None:
+        self.desk = desk
+        self._door = door
+        self._view = view
+        #: Whether there is a folder for the ledger, usable or not.
+        self.has_place = True
+        self._leases, self._queue = f"{prefix}/leases", f"{prefix}/queue"
+
+    @property
+    def open_to(self) -> list[str]:
+        return self._door.open_to
+
+    def are_offered_to(self, scope: Scope) -> bool:
+        """Not where there is no place for a ledger at all: then others assign without one, as they did before."""
+        return self.has_place and self._door.offers_leases(scope)
+
+    # --- which change is asked for ---
+
+    def find(self, method: str, path: str) -> tuple[Handler, str] | None:
+        """The one that this request asks for, and the id in its path."""
+        if method == "POST":
+            if path == self._leases:
+                return self._acquire, ""
+            if path.endswith("/renew"):
+                return _with_id(self._renew, self._leases, path.removesuffix("/renew"))
+        elif method == "DELETE":
+            return _with_id(self._release, self._leases, path) or _with_id(self._cancel, self._queue, path)
+        return None
+
+    async def serve(self, found: tuple[Handler, str], scope: Scope, receive: Receive, send: Send) -> None:
+        handler, identifier = found
+        headers = read_headers(scope)
+        caller = self._door.identify(scope, headers)
+        if isinstance(caller, Refusal):
+            outcome: Outcome = caller
+        else:
+            try:
+                outcome = await handler(Call(caller, headers, identifier, receive))
+            except REFUSED_BY_THE_DESK as error:
+                outcome = as_refusal(error)
+        if isinstance(outcome, Refusal):
+            outcome = JSONAnswer.refusing(outcome)
+        if outcome is not None:
+            await outcome.send(send)
+
+    # --- asking ---
+
+    async def _acquire(self, call: Call) -> Outcome:
+        if refusal := check_content_type(call.headers, is_needed=True):
+            return refusal
+        body = await read_body(call.receive, call.headers.content_length)
+        if body is None or isinstance(body, Refusal):
+            return body
+        asked = read_request(body)
+        if isinstance(asked, Refusal):
+            return asked
+        fields, asked_wishes = asked
+        wishes = within_what_is_shown(asked_wishes, self._view)
+        if isinstance(wishes, Refusal):
+            return wishes
+        request_id = fields.request_id or secrets.token_hex(16)
+        token = self._token_of(call, request_id)
+        if not _TOKEN.match(token):
+            return nonsense("X-Lease-Token: must be 16 to 200 characters of ASCII without blanks")
+        request = Request(
+            request_id,
+            wishes,
+            fields.worker_id or "",
+            owner_of(token),
+            fields.label,
+            fields.ttl_seconds,
+            call.caller.account,
+        )
+        found = await self._listen(request, fields, call)
+        if found is None:
+            return None
+        if isinstance(found, Lease):
+            return JSONAnswer(201, granted_body(found, token))
+        return JSONAnswer(202, waiting_body(found, token))
+
+    def _token_of(self, call: Call, request_id: str) -> str:
+        """Its own, or ours: the same for every repetition by the same caller, and another for everybody else."""
+        sent = call.token
+        return self.desk.token_for(f"{call.caller.account}/{request_id}") if sent is None else sent
+
+    async def _listen(self, request: Request, fields: LeaseRequest, call: Call) -> Lease | Waiting | None:
+        """What the desk says; None if the caller has gone meanwhile, in which case the desk knows."""
+        desk, ask = self.desk, secrets.token_hex(8)
+        try:
+            with Attention(call.receive):
+                found = await desk.acquire(request, wait_seconds=fields.wait_seconds, may_keep=fields.may_keep, ask=ask)
+        except CallerGoneError:
+            await self._stopped_listening(request, fields, ask)
+            return None
+        except PoolStoppedError:
+            await self._stopped_listening(request, fields, ask)
+            raise
+        if isinstance(found, Lease) and is_gone(call.receive):
+            await desk.undelivered(found, ask)
+            return None
+        return found
+
+    async def _stopped_listening(self, request: Request, fields: LeaseRequest, ask: str) -> None:
+        """It keeps its place; what it is granted from now on, or was in this moment, is only offered.
+
+        Unless it came back meanwhile: what was told, or will be, to another asking of its is not touched.
+        """
+        with suppress(GPUWorkerPoolError):
+            # What was on its way when the caller left is decided before this.
+            found = await self.desk.acquire(request, wait_seconds=0, may_keep=fields.may_keep, ask=ask)
+            if isinstance(found, Lease):
+                await self.desk.undelivered(found, ask)
+
+    # --- holding ---
+
+    async def _renew(self, call: Call) -> Outcome:
+        if refusal := check_content_type(call.headers, is_needed=False):
+            return refusal
+        if not _ID.match(call.identifier):
+            return _unknown_lease(call.identifier)
+        if call.token is None:
+            return _token_needed("renewing")
+        return JSONAnswer(200, lease_body(await self.desk.renew(call.identifier, owner_of(call.token))))
+
+    async def _release(self, call: Call) -> Outcome:
+        if not _ID.match(call.identifier):
+            return _unknown_lease(call.identifier)
+        if call.token is None and not call.caller.is_admin:
+            return _token_needed("releasing")
+        by = None if call.caller.is_admin or call.token is None else owner_of(call.token)
+        await self.desk.release(call.identifier, by)
+        return JSONAnswer(200, {"lease_id": call.identifier, "released": True})
+
+    async def _cancel(self, call: Call) -> Outcome:
+        request_id = call.identifier
+        if not _ID.match(request_id):
+            return _unknown_request(request_id)
+        by = None if call.caller.is_admin else owner_of(self._token_of(call, request_id))
+        if call.token is None and not call.caller.is_admin and self.desk.is_held(request_id):
+            return _token_needed("giving back what it was granted")
+        try:
+            is_found = await self.desk.cancel(request_id, by)
+        except NotYourLeaseError:
+            if call.token is None:
+                return _token_needed("taking it back")
+            raise
+        if not is_found:
+            return _unknown_request(request_id)
+        return JSONAnswer(200, {"request_id": request_id, "cancelled": True})
+
+    # --- looking: open to all, so no token is in any of these ---
+
+    def leases(self) -> JSONAnswer:
+        if refusal := self._closed():
+            return refusal
+        desk = self.desk
+        return JSONAnswer(200, {"leases": [lease_row(lease, desk.usage_of(lease)) for lease in desk.leases.values()]})
+
+    async def lease(self, lease_id: str) -> JSONAnswer:
+        if refusal := self._closed():
+            return refusal
+        lease = await self.desk.lease(lease_id)
+        if lease is None:
+            return JSONAnswer.refusing(_unknown_lease(lease_id))
+        return JSONAnswer(200, lease_row(lease, self.desk.usage_of(lease)))
+
+    async def queue(self) -> JSONAnswer:
+        try:
+            return JSONAnswer(200, {"queue": [queue_row(waiting) for waiting in await self.desk.queue()]})
+        except REFUSED_BY_THE_DESK as error:
+            return JSONAnswer.refusing(as_refusal(error))
+
+    async def explanation(self, request_id: str) -> JSONAnswer:
+        try:
+            explanation = await self.desk.explain(request_id)
+        except REFUSED_BY_THE_DESK as error:
+            return JSONAnswer.refusing(as_refusal(error))
+        if explanation is None:
+            return JSONAnswer.refusing(_unknown_request(request_id))
+        return JSONAnswer(200, explanation_body(request_id, explanation, self.desk.index_of))
+
+    def _closed(self) -> JSONAnswer | None:
+        problem = self.desk.problem
+        return None if problem is None else JSONAnswer.refusing(as_refusal(LedgerUnavailableError(problem)))
+
+
+def _with_id(handler: Handler, start: str, path: str) -> tuple[Handler, str] | None:
+    identifier = path[len(start) + 1 :]
+    return (handler, identifier) if path == f"{start}/{identifier}" and "/" not in identifier else None
+
+
+def _unknown_lease(lease_id: str) -> Refusal:
+    return Refusal(404, "unknown_lease", f"there is no lease {lease_id[:64]!r}; GET /leases lists what there is")
+
+
+def _unknown_request(request_id: str) -> Refusal:
+    return Refusal(404, "unknown_request", f"no request {request_id[:64]!r} waits; GET /queue lists those that do")
+
+
+def _token_needed(what: str) -> Refusal:
+    return Refusal(403, "token_needed", f"{what} needs the lease's token: send X-Lease-Token")

@@ -1,0 +1,105 @@
+"""What `/events` tells of leases and of the queue, and what the GPU routes show of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from gpu_worker_pool.core.assignments import Lease
+from gpu_worker_pool.core.queue import Waiter
+from gpu_worker_pool.gpu_server.events import json_event
+from gpu_worker_pool.gpu_server.leases.bodies import lease_row, promise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gpu_worker_pool.desk.desk import Change, LeaseDesk
+    from gpu_worker_pool.gpu_server.events import EventStream
+    from gpu_worker_pool.gpu_server.rows import Promises
+
+#: So many of those who wait are named to whoever begins to listen.
+MOST_NAMED: Final = 1000
+
+
+class LeaseNews:
+    """Follows a desk, once it is told to."""
+
+    def __init__(self, desk: LeaseDesk, stream: EventStream) -> None:
+        self._desk = desk
+        self._stream = stream
+        #: The leases whose holders were called idle.
+        self._idle: set[str] = set()
+
+    def follow(self, promises_changed: Callable[[], object]) -> None:
+        """`promises_changed` is called when what the GPU routes show of leases is not true any more."""
+
+        def tell(change: Change) -> None:
+            if isinstance(change.before, Lease) or isinstance(change.after, Lease):
+                promises_changed()
+            if self._stream.has_listeners:
+                self._tell(change)
+
+        self._desk.on_change = tell
+
+    def promises(self) -> Promises:
+        if self._desk.problem is not None and not self._desk.leases:
+            return None
+        found: dict[str, list[dict[str, Any]]] = {}
+        for lease in self._desk.leases.values():
+            for gpu_id in lease.gpu_ids:
+                found.setdefault(gpu_id, []).append(promise(lease))
+        return found
+
+    def first(self) -> bytes:
+        """How things are, for one who has just come."""
+        waiters = sorted(self._desk.waiting.values(), key=lambda waiter: waiter.order)
+        present = {
+            "leases": [self._row(lease) for lease in self._desk.leases.values()],
+            "waiting": len(waiters),
+            "queue": [_waiter_row(waiter) for waiter in waiters[:MOST_NAMED]],
+        }
+        return json_event("leases", present)
+
+    def look_for_idle(self) -> None:
+        """Called now and then: that nothing happens is no change of the ledger's."""
+        idle = {lease_id for lease_id, lease in self._desk.leases.items() if self._desk.usage_of(lease).is_idle}
+        for lease_id in idle - self._idle:
+            self._publish_lease("idle", self._desk.leases[lease_id], ())
+        self._idle = idle
+
+    def _tell(self, change: Change) -> None:
+        before, after = change.before, change.after
+        if isinstance(after, Waiter):
+            if before is None:
+                self._publish_queue("waiting", after, "waiting")
+            return
+        if isinstance(before, Waiter):
+            self._publish_queue("left", before, "granted" if isinstance(after, Lease) else after.state.value)
+        if isinstance(after, Lease):
+            if not isinstance(before, Lease):
+                self._publish_lease("granted", after, ())
+            elif before.state is not after.state:
+                self._publish_lease(after.state.value, after, (after.quarantine.reason,) if after.quarantine else ())
+        elif after.lease is not None and after.lease_state is not None:
+            self._publish_lease(after.lease_state.value, after.lease, after.reasons)
+
+    def _publish_lease(self, what: str, lease: Lease, reasons: Sequence[str]) -> None:
+        data = {"change": what, "reasons": list(reasons), "lease": self._row(lease)}
+        self._stream.publish(json_event("lease", data))
+
+    def _publish_queue(self, what: str, waiter: Waiter, state: str) -> None:
+        data = {"change": what, "state": state, "waiting": len(self._desk.waiting), "request": _waiter_row(waiter)}
+        self._stream.publish(json_event("queue", data))
+
+    def _row(self, lease: Lease) -> dict[str, Any]:
+        return lease_row(lease, self._desk.usage_of(lease))
+
+
+def _waiter_row(waiter: Waiter) -> dict[str, Any]:
+    request = waiter.request
+    return {
+        "request_id": request.request_id,
+        "worker_id": request.worker_id,
+        "label": request.label,
+        "priority": request.wishes.priority,
+        "count": request.wishes.count,
+    }

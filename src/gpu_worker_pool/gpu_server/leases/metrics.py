@@ -1,0 +1,106 @@
+"""Leases in `/metrics`: by state and by GPU, never by lease, as each would begin a line that nobody ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, RequestState
+from gpu_worker_pool.hardware.samples import GPUSample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from prometheus_client.core import Metric
+
+    from gpu_worker_pool.core.assignments import Lease
+    from gpu_worker_pool.desk.desk import LeaseDesk
+    from gpu_worker_pool.hardware.samples import MIGSample
+
+_BYTES_PER_MB: Final = 1024 * 1024
+
+
+def lease_metrics(desk: LeaseDesk, gpus: Iterable[GPUSample]) -> Iterator[Metric]:
+    """`gpus`: those that are shown."""
+    is_usable = desk.problem is None
+    yield GaugeMetricFamily("gpu_pool_ledger_up", "1 while leases can be had, 0 while they cannot.", value=is_usable)
+    if not is_usable:
+        return
+    yield from _totals(desk)
+    yield from _by_gpu(desk, gpus)
+
+
+def _totals(desk: LeaseDesk) -> Iterator[Metric]:
+    leases = GaugeMetricFamily("gpu_pool_leases", "Leases there are.", labels=["state"])
+    for state in (state for state, moves in LEASE_MOVES.items() if moves):
+        leases.add_metric([state.value], sum(lease.state is state for lease in desk.leases.values()))
+    yield leases
+    yield GaugeMetricFamily("gpu_pool_waiting", "Requests that wait.", value=len(desk.waiting))
+    yield CounterMetricFamily("gpu_pool_grants", "Leases granted since the ledger was made.", value=desk.fence)
+    ended = CounterMetricFamily("gpu_pool_leases_ended", "Leases that ended, by how they did.", labels=["state"])
+    for lease_state in (state for state, moves in LEASE_MOVES.items() if not moves):
+        ended.add_metric([lease_state.value], desk.tally.get(lease_state, 0))
+    yield ended
+    left = CounterMetricFamily("gpu_pool_requests_ended", "Requests that ended without a grant.", labels=["state"])
+    for request_state in (state for state, moves in REQUEST_MOVES.items() if not moves):
+        if request_state is not RequestState.GRANTED:
+            left.add_metric([request_state.value], desk.tally.get(request_state, 0))
+    yield left
+
+
+def _by_gpu(desk: LeaseDesk, gpus: Iterable[GPUSample]) -> Iterator[Metric]:
+    labels = ["gpu", "uuid"]
+    count = GaugeMetricFamily("gpu_pool_gpu_leases", "Leases on the GPU.", labels=labels)
+    promised = GaugeMetricFamily("gpu_pool_gpu_promised_bytes", "Memory promised to holders.", labels=labels)
+    used = GaugeMetricFamily("gpu_pool_gpu_lease_used_bytes", "Memory that holders use of it.", labels=labels)
+    idle = GaugeMetricFamily(
+        "gpu_pool_gpu_lease_idle_seconds", "For how long its holders have let it idle.", labels=labels
+    )
+    for gpu in gpus:
+        names = [str(gpu.index), gpu.identity]
+        parts: tuple[GPUSample | MIGSample, ...] = (gpu, *gpu.mig_devices)
+        devices = [_Device.of(part, desk.leases.values()) for part in parts]
+        leases = {lease.lease_id: lease for device in devices for lease in device.leases}.values()
+        count.add_metric(names, len(leases))
+        for family, amount in (
+            (promised, _sum(device.promised_mb for device in devices)),
+            (used, _sum(device.used_mb for device in devices)),
+        ):
+            if amount is not None:
+                family.add_metric(names, amount * _BYTES_PER_MB)
+        idle_seconds = [desk.usage_of(lease).idle_seconds for lease in leases]
+        known = [seconds for seconds in idle_seconds if seconds is not None]
+        if known and len(known) == len(idle_seconds):
+            idle.add_metric(names, min(known))
+    yield from (count, promised, used, idle)
+
+
+class _Device(NamedTuple):
+    """A GPU or a MIG device, and what is promised on it."""
+
+    leases: list[Lease]
+    promised_mb: float | None
+    used_mb: float | None
+
+    @classmethod
+    def of(cls, device: GPUSample | MIGSample, leases: Iterable[Lease]) -> Self:
+        name = device.identity if isinstance(device, GPUSample) else device.uuid
+        found = sorted((lease for lease in leases if name in lease.gpu_ids), key=lambda lease: lease.fence)
+        if not found:
+            return cls([], 0.0, 0.0)
+        # Whoever named no amount was promised the whole.
+        promised = _sum(lease.request.wishes.memory_mb or device.memory_total_mb for lease in found)
+        before = found[0].held[found[0].gpu_ids.index(name)].memory_used_mb
+        now = device.memory_used_mb
+        return cls(found, promised, None if now is None or before is None else max(now - before, 0.0))
+
+
+def _sum(amounts: Iterable[float | None]) -> float | None:
+    """None if one of them is not known."""
+    total = 0.0
+    for amount in amounts:
+        if amount is None:
+            return None
+        total += amount
+    return total

@@ -1,0 +1,203 @@
+"""What may be asked of the lease API, to the letter: everything else is refused with its reasons, whatever it is."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpu_worker_pool.core.wishes import PLAIN, Wishes
+from gpu_worker_pool.gpu_server.leases.schemas import LeaseRequest, read_request
+from gpu_worker_pool.gpu_server.security import Refusal
+
+
+def wishes_of(**body: Any) -> Wishes:
+    answer = read_request(json.dumps(body).encode())
+    assert not isinstance(answer, Refusal), answer
+    return answer[1]
+
+
+def reasons(body: bytes | dict[str, Any]) -> tuple[str, ...]:
+    answer = read_request(body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert isinstance(answer, Refusal), answer
+    assert (answer.status, answer.error) == (422, "invalid")
+    assert all(reason in answer.detail for reason in answer.reasons)
+    return answer.reasons
+
+
+def test_nothing_is_needed() -> None:
+    answer = read_request(b"{}")
+    assert not isinstance(answer, Refusal)
+    asked, wishes = answer
+    assert wishes is PLAIN
+    assert asked.request_id is None
+    assert (asked.ttl_seconds, asked.wait_seconds, asked.may_keep) == (60.0, 0.0, True)
+
+
+def test_a_request_without_wishes_is_plain() -> None:
+    body = {"request_id": "a", "worker_id": "w", "ttl_seconds": 5, "wait_seconds": 3, "label": "x", "may_keep": False}
+    assert wishes_of(**body) is PLAIN
+
+
+def test_every_wish_is_understood() -> None:
+    wished = {
+        "count": 2,
+        "memory_mb": 8192,
+        "share": True,
+        "min_free_memory_mb": 100.5,
+        "gpu_model": "A100",
+        "only": [0, "GPU-6ec5", "1"],
+        "exclude": ["MIG-1", 7],
+        "policy": "idle",
+        "memory_threshold": 0,
+        "utilization_threshold": 100,
+        "priority": -5,
+    }
+    assert wishes_of(**wished) == Wishes(
+        count=2,
+        memory_mb=8192,
+        share=True,
+        min_free_memory_mb=100.5,
+        gpu_model="A100",
+        only=("0", "GPU-6ec5", "1"),
+        exclude=("MIG-1", "7"),
+        policy="idle",
+        memory_threshold=0,
+        utilization_threshold=100,
+        priority=-5,
+    )
+    assert wished.keys() == {each.name for each in fields(Wishes) if each.init}, "all that there are"
+
+
+@pytest.mark.parametrize("name", sorted(LeaseRequest.model_fields))
+def test_null_is_as_good_as_left_out_where_nothing_is_the_default(name: str) -> None:
+    is_optional = LeaseRequest.model_fields[name].default is None
+    answer = read_request(json.dumps({name: None}).encode())
+    assert isinstance(answer, Refusal) != is_optional
+    if is_optional:
+        assert not isinstance(answer, Refusal)
+        assert answer[1] == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "refused"),
+    [
+        ("ttl_seconds", [2, 2.5, 3600], [1.999, 3600.1, 0, -1, "60", True]),
+        ("wait_seconds", [0, 0.1, 30], [-0.1, 30.01, "1", False]),
+        ("count", [1, 1024, 2.0], [0, -1, 1025, 1.5, "1", True, 10**30, 1e300]),
+        ("memory_mb", [0.5, 1, 1e12], [0, -1, 1e13, 1e308, "8GiB", True]),
+        ("min_free_memory_mb", [0.5, 1e12], [0, -1, 1e13, True]),
+        ("memory_threshold", [0, 50.5, 100], [-1, 100.1, True]),
+        ("utilization_threshold", [0, 50.5, 100], [-1, 100.1, True]),
+        ("priority", [-1000, 0, 1000], [-1001, 1001, 0.5, True, "high"]),
+        ("policy", ["idle", "thresholds"], ["", "IDLE", 1, ["idle"]]),
+        ("share", [False], [1, "true", 0]),
+        ("may_keep", [True, False], [1, "true"]),
+        ("request_id", ["a", "A-z_0.9:x", "x" * 64], ["", "x" * 65, "a b", "a\n", "a/b", "é", "\x00", 7]),
+        ("worker_id", ["", "w-1", "x" * 64], ["x" * 65, "a b", "w\n", 7]),
+        ("gpu_model", ["A100", " RTX 3090 ", "x" * 100], ["", " ", "x" * 101, "a\x1b[2J", "\u2003", 7]),
+        (
+            "only",
+            [[0], [1.0], ["0"], ["GPU-1", 3]],
+            [[], "0", 0, [-1], [True], [1.5], [""], [" "], ["x" * 81], [0] * 65],
+        ),
+        ("exclude", [[], [0], ["MIG-1"]], ["0", [None], [[0]], [2**31], ["\x00"], [0] * 65]),
+        ("label", ["", "nightly run, 50 %", "é" * 200, "\U0001f600"], ["x" * 201, "a\x1b[31m", "a\nb", "\x7f", 7]),
+    ],
+)
+def test_each_field_within_its_bounds(name: str, allowed: list[Any], refused: list[Any]) -> None:
+    for value in allowed:
+        assert not isinstance(read_request(json.dumps({name: value}).encode()), Refusal), value
+    for value in refused:
+        found = reasons({name: value})
+        assert all(reason.startswith(name) for reason in found), value
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "9" * 400, "9" * 60_000])
+@pytest.mark.parametrize("name", ["ttl_seconds", "wait_seconds", "count", "memory_mb", "memory_threshold", "priority"])
+def test_what_is_no_number_to_reckon_with(name: str, number: str) -> None:
+    assert reasons(f'{{"{name}": {number}}}'.encode())
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    found = reasons({"count": 0, "ttl_seconds": "x", "colour": "red"})
+    assert len(found) == 3
+    assert "colour: there is no such field" in found
+
+
+def test_a_bad_name_of_a_gpu_is_named_by_its_place() -> None:
+    found = reasons({"only": [0, True]})
+    assert [reason.partition(":")[0] for reason in found] == ["only.1", "only.1"]
+
+
+def test_wishes_that_make_no_sense_together() -> None:
+    (reason,) = reasons({"share": True})
+    assert "memory_mb" in reason
+
+
+def test_a_thousand_mistakes_are_not_all_repeated() -> None:
+    answer = read_request(json.dumps({f"field{number}" * 20: 1 for number in range(1000)}).encode())
+    assert isinstance(answer, Refusal)
+    assert len(answer.detail) < 5000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"7",
+        b"{",
+        b"{} {}",
+        b"{'count': 1}",
+        b'{"count": 1,}',
+        b"count=1",
+        b'{"label": "\xff"}',
+        b'{"label": "\\ud800"}',
+        b"\xff\xfe{\x00}\x00",
+        b"\x00",
+        b"[" * 30_000,
+        b'{"a":' * 10_000,
+        b'{"only": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+    ],
+)
+def test_what_is_no_json_or_no_object(body: bytes) -> None:
+    assert reasons(body)
+
+
+#: A machine that has other things to do is no reason to fail.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@PATIENT
+@given(st.binary(max_size=200))
+def test_any_bytes_are_answered(body: bytes) -> None:
+    read_request(body)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@PATIENT
+@given(st.dictionaries(st.sampled_from(sorted(LeaseRequest.model_fields)), _JSON, max_size=4))
+def test_any_json_is_refused_or_can_be_reckoned_with(body: dict[str, Any]) -> None:
+    answer = read_request(json.dumps(body).encode())
+    if isinstance(answer, Refusal):
+        assert answer.status == 422
+        json.dumps(answer.reasons, allow_nan=False)
+    else:
+        asked, wishes = answer
+        assert 2 <= asked.ttl_seconds <= 3600
+        assert 0 <= asked.wait_seconds <= 30
+        assert math.isfinite(wishes.needed_memory_mb)

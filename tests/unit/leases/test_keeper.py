@@ -1,0 +1,267 @@
+"""The thread that keeps leases: it renews in time, gives back whatever happens, and tells when something is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from tests.fakes.lease_service import FakeLeaseService, ask_for
+from tests.waiting import eventually
+
+from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.errors import (
+    LeaseEndedError,
+    NetworkRetryableError,
+    PoolStoppedError,
+    ServiceRefusedError,
+    StaleAssignmentError,
+    UnknownLeaseError,
+)
+from gpu_worker_pool.leases.keeper import LeaseKeeper
+from gpu_worker_pool.leases.lifetime import End
+from gpu_worker_pool.leases.values import HeldLease
+
+
+@pytest.fixture
+def lost() -> list[tuple[HeldLease, str]]:
+    """Leases that were told to be lost, and in which thread."""
+    return []
+
+
+@pytest.fixture
+def keeper(lost: list[tuple[HeldLease, str]]) -> Iterator[LeaseKeeper]:
+    before = threading.active_count()
+    started = LeaseKeeper(lambda lease: lost.append((lease, threading.current_thread().name)))
+    started.start()
+    yield started
+    started.want_stop().result(timeout=10)
+    started.join()
+    assert threading.active_count() == before
+
+
+def hold(keeper: LeaseKeeper, service: FakeLeaseService, ttl_seconds: float = 60.0) -> HeldLease:
+    lease = service.lease(ask_for(ttl_seconds), awake_or_not())
+    keeper.call(keeper.hold, service, lease)
+    return lease
+
+
+def test_a_lease_is_renewed_every_third_of_its_life(keeper: LeaseKeeper, lost: list[object]) -> None:
+    service = FakeLeaseService()
+    lease = hold(keeper, service, ttl_seconds=0.6)
+    time.sleep(2.0)
+    assert 7 <= service.count("renew") <= 11
+    assert not lease.life.is_lost
+    assert lost == []
+
+
+def test_a_renewal_that_fails_is_tried_again_in_time(keeper: LeaseKeeper, lost: list[object]) -> None:
+    service = FakeLeaseService(failing={"renew": NetworkRetryableError("no way")})
+    lease = hold(keeper, service, ttl_seconds=2.0)
+    eventually(lambda: service.count("renew") >= 3)
+    assert not lease.life.is_lost
+    service.failing.clear()
+    time.sleep(2.0)
+    assert not lease.life.is_lost
+    assert lost == []
+
+
+def test_it_is_lost_one_ttl_after_the_last_renewal(keeper: LeaseKeeper, lost: list[tuple[HeldLease, str]]) -> None:
+    service = FakeLeaseService(failing={"renew": NetworkRetryableError("no way")})
+    begun = time.monotonic()
+    lease = hold(keeper, service, ttl_seconds=1.0)
+    eventually(lambda: lost)
+    assert 0.95 <= time.monotonic() - begun <= 1.8
+    assert lost == [(lease, "gpu-pool leases")]
+    assert lease.life.is_lost
+    asked = service.count("renew")
+    time.sleep(0.5)
+    assert service.count("renew") == asked, "what is lost is not asked for any more"
+
+
+@pytest.mark.parametrize("error", [LeaseEndedError("it has ended"), UnknownLeaseError("there is none")])
+def test_its_server_s_word_counts_at_once(
+    keeper: LeaseKeeper, lost: list[tuple[HeldLease, str]], error: Exception
+) -> None:
+    service = FakeLeaseService(failing={"renew": error})  # type: ignore[dict-item]
+    lease = hold(keeper, service, ttl_seconds=1.2)
+    eventually(lambda: lost, within_seconds=1.0)
+    assert service.count("renew") == 1
+    assert lease.life.reason == str(error)
+
+
+def test_a_refusal_that_is_not_the_ledger_s_is_no_loss(keeper: LeaseKeeper, lost: list[object]) -> None:
+    """A proxy that answers 403, or a key that is being exchanged."""
+    service = FakeLeaseService(failing={"renew": ServiceRefusedError("go away", status=403)})
+    lease = hold(keeper, service, ttl_seconds=3.0)
+    eventually(lambda: service.count("renew") >= 3)
+    service.failing.clear()
+    time.sleep(0.5)
+    assert not lease.life.is_lost
+    assert lost == []
+
+
+def test_one_that_answers_slowly_delays_no_other(keeper: LeaseKeeper) -> None:
+    slow, quick = FakeLeaseService(delay_seconds=30.0), FakeLeaseService()
+    for _ in range(20):
+        hold(keeper, slow, ttl_seconds=1.0)
+    lease = hold(keeper, quick, ttl_seconds=0.6)
+    time.sleep(1.5)
+    assert not lease.life.is_lost
+
+
+def test_a_callback_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: HeldLease) -> None:
+        raise ZeroDivisionError
+
+    keeper = LeaseKeeper(fail)
+    keeper.start()
+    service = FakeLeaseService(failing={"renew": LeaseEndedError("gone")})
+    leases = [hold(keeper, service, ttl_seconds=0.6) for _ in range(2)]
+    eventually(lambda: all(lease.life.has_ended for lease in leases))
+    eventually(lambda: caplog.text.count("callback for lost leases failed") == 2)
+    keeper.want_stop().result(timeout=10)
+    keeper.join()
+
+
+# --- giving back ---
+
+
+def release(keeper: LeaseKeeper, service: FakeLeaseService, lease: HeldLease) -> None:
+    keeper.do(partial(keeper.release, service, lease)).result(timeout=10)
+
+
+def test_releasing_ends_the_renewals_and_twice_is_harmless(keeper: LeaseKeeper, lost: list[object]) -> None:
+    service = FakeLeaseService()
+    lease = hold(keeper, service, ttl_seconds=0.6)
+    release(keeper, service, lease)
+    release(keeper, service, lease)
+    assert service.count("release") == 1
+    renewed = service.count("renew")
+    time.sleep(0.5)
+    assert service.count("renew") == renewed
+    assert not lease.life.is_lost
+    assert lost == []
+
+
+def test_releasing_what_was_lost_says_so(keeper: LeaseKeeper) -> None:
+    service = FakeLeaseService()
+    lease = hold(keeper, service)
+    lease.life.end(End.LOST, "an administrator took it")
+    with pytest.raises(StaleAssignmentError, match="an administrator took it"):
+        release(keeper, service, lease)
+    assert service.count("release") == 0
+    other = hold(keeper, service)
+    service.failing["release"] = LeaseEndedError("it was lost before")
+    with pytest.raises(StaleAssignmentError, match="it was lost before"):
+        release(keeper, service, other)
+
+
+def test_a_server_that_is_away_does_not_keep_a_holder(keeper: LeaseKeeper, caplog: pytest.LogCaptureFixture) -> None:
+    service = FakeLeaseService(failing={"release": NetworkRetryableError("no way")})
+    lease = hold(keeper, service)
+    release(keeper, service, lease)
+    assert "could not be given back" in caplog.text
+    eventually(lambda: service.count("release") >= 2)
+    service.failing.clear()
+    eventually(lambda: not service.held)
+
+
+def test_what_is_let_go_is_neither_renewed_nor_released(keeper: LeaseKeeper, lost: list[object]) -> None:
+    service = FakeLeaseService()
+    lease = hold(keeper, service, ttl_seconds=0.6)
+    keeper.call(keeper.let_expire, lease)
+    eventually(lambda: lease.life.is_lost)
+    renewed = service.count("renew")
+    time.sleep(0.5)
+    assert service.count("renew") == renewed
+    assert service.count("release") == 0
+    assert lost == [], "nobody is left to be told"
+
+
+# --- the end ---
+
+
+def test_a_stop_gives_everything_back(caplog: pytest.LogCaptureFixture) -> None:
+    lost: list[HeldLease] = []
+    keeper = LeaseKeeper(lost.append)
+    keeper.start()
+    service = FakeLeaseService()
+    keeper.close_with(service.close)
+    leases = [hold(keeper, service) for _ in range(3)]
+    keeper.want_stop().result(timeout=10)
+    keeper.join()
+    assert service.held == {}
+    assert [name for name, _ in service.calls] == ["release"] * 3 + ["close"]
+    assert all(lease.life.is_lost and "stopped" in lease.life.reason for lease in leases)
+    assert lost == [], "whoever stops it knows"
+    assert not keeper.call(print)
+    with pytest.raises(PoolStoppedError):
+        keeper.do(service.close).result(timeout=1)
+    assert caplog.records == []
+
+
+def test_a_stop_does_not_wait_for_a_server_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gpu_worker_pool.leases.keeper.STOP_SECONDS", 0.3)
+    keeper = LeaseKeeper(lambda _: None)
+    keeper.start()
+    service = FakeLeaseService(delay_seconds=30.0)
+    hold(keeper, service)
+    begun = time.monotonic()
+    keeper.want_stop().result(timeout=10)
+    keeper.join()
+    assert time.monotonic() - begun < 3
+    assert "runs out by itself" in caplog.text
+
+
+async def test_what_is_done_is_done_to_its_end_whoever_waits_for_it(keeper: LeaseKeeper) -> None:
+    service = FakeLeaseService(delay_seconds=0.1)
+    lease = hold(keeper, service)
+    releasing = asyncio.wrap_future(keeper.do(partial(keeper.release, service, lease)))
+    await asyncio.sleep(0.02)
+    releasing.cancel()
+    await asyncio.sleep(0.3)
+    assert service.held == {}
+
+
+def test_a_forked_child_has_no_keeper(keeper: LeaseKeeper) -> None:
+    service = FakeLeaseService()
+    lease = hold(keeper, service, ttl_seconds=0.6)
+    eventually(lambda: service.count("renew"))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            assert not keeper.is_here
+            assert not keeper.call(print, "never")
+            keeper.want_stop()
+            keeper.join()
+            keeper.exit()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    renewed = service.count("renew")
+    eventually(lambda: service.count("renew") > renewed)
+    assert not lease.life.is_lost
+
+
+def test_threads_and_sockets_end_with_it() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # the shortest way
+    for _ in range(5):
+        keeper = LeaseKeeper(lambda _: None)
+        keeper.start()
+        keeper.want_stop().result(timeout=10)
+        keeper.join()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert logging.getLogger("gpu_worker_pool.leases.keeper").level == logging.NOTSET
