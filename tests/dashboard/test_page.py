@@ -47,7 +47,7 @@ def test_each_gpu_is_shown_with_what_it_does(look: Look) -> None:
     assert look.page.locator(".gpu").count() == 8
     card = look.gpu(3)
     text = words(card.inner_text())
-    for part in ("GPU 3", "Simulated GPU 24GB", "Free", "Memory", "0 / 24 GB", "Compute", "0 %", "34 °C", "21 / 320 W"):
+    for part in ("GPU 3", "Simulated GPU 24GB", "Free", "Memory", "0 / 24 GiB", "Compute", "0 %", "34 °C", "21/320 W"):
         assert part in text, part
     assert card.locator("canvas").count() == 1
     assert look.totals() == {"free": 8, "held": 0, "outside": 0, "trouble": 0, "waiting": 0}
@@ -63,7 +63,7 @@ def test_a_lease_appears_within_a_second_and_vanishes(look: Look, server: Server
     assert words(holder.inner_text()).startswith("alice night run for ")
     look.wait_for_word(index, "Held", seconds=1)
     # It has loaded its model: what it uses of what it was promised is told, too.
-    look.wait_for(f".gpu[data-gpu='{index}'] .holder", "uses 18 of 24 GB promised", seconds=8)
+    look.wait_for(f".gpu[data-gpu='{index}'] .holder", "uses 18 of 24 GiB promised", seconds=8)
     look.keep("held")
     give_back(server, lease)
     begun = time.monotonic()
@@ -84,15 +84,15 @@ def test_those_who_share_a_gpu_are_all_named(look: Look, server: ServerProcess) 
     text = words(look.gpu(5).inner_text())
     assert "ben for" in text
     assert "eva for" in text
-    assert text.count("8 GB promised") == 2
-    look.wait_for(".gpu[data-gpu='5']", "Together they use 16 of 16 GB promised", seconds=8)
+    assert text.count("8 GiB promised") == 2
+    look.wait_for(".gpu[data-gpu='5']", "Together they use 16 of 16 GiB promised", seconds=8)
 
 
 def test_several_gpus_of_one_lease(look: Look, server: ServerProcess) -> None:
     lease = take(server, worker_id="dora", count=2)
     for held in lease["gpus"]:
         look.wait_for_word(held["gpu_id"], "Held")
-        look.wait_for(f".gpu[data-gpu='{held['gpu_id']}']", "48 GB promised on 2 GPUs", seconds=8)
+        look.wait_for(f".gpu[data-gpu='{held['gpu_id']}']", "48 GiB promised on 2 GPUs", seconds=8)
     assert look.totals()["held"] == 2
 
 

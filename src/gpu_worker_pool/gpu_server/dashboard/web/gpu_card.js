@@ -2,10 +2,9 @@
 
 import { make, setAttribute, setHidden, setText, showEach } from "./dom.js";
 import { GPUChart } from "./gpu_chart.js";
-import { conditionOf } from "./gpu_condition.js";
 import { HolderLine } from "./holder_line.js";
 import { now } from "./pool_state.js";
-import { count, degrees, gigabytes, percent, watts } from "./words.js";
+import { count, degrees, gibibytes, percent, watts } from "./words.js";
 
 /** Numbers of many GPUs change less often than their bars: letters have to be set, bars only to be moved. */
 const CROWDED_MILLISECONDS = 1800;
@@ -43,9 +42,8 @@ export class GPUCard {
     this.chart.remove();
   }
 
-  update({ gpu, leases, host, isCrowded }) {
+  update({ gpu, leases, condition, host, isCrowded }) {
     const { row } = gpu;
-    const condition = conditionOf(gpu, leases, host);
     if (this.chart.isVisible) {
       this.memory.move(row.memory?.usage_percent);
       this.compute.move(row.utilization_percent);
@@ -70,7 +68,7 @@ export class GPUCard {
     setText(this.word, condition.word);
     const memory = row.memory ?? {};
     const promised = promisedMegabytes(leases, memory.total_mb);
-    this.memory.write(memory.usage_percent, `${gigabytes(memory.used_mb)} / ${gigabytes(memory.total_mb)} GB`);
+    this.memory.write(memory.usage_percent, `${gibibytes(memory.used_mb)} / ${gibibytes(memory.total_mb)} GiB`);
     this.memory.mark(promised !== null && memory.total_mb ? (100 * promised) / memory.total_mb : null);
     this.compute.write(row.utilization_percent, percent(row.utilization_percent));
     setText(this.facts, facts(row, isCrowded));
@@ -137,7 +135,7 @@ function promisedMegabytes(leases, total) {
 /** What each of several uses cannot be told from what the others use. */
 function together(leases, promised) {
   const used = Math.max(...leases.map((lease) => lease.memory_used_mb ?? NaN));
-  return Number.isFinite(used) ? `Together they use ${gigabytes(used)} of ${gigabytes(promised)} GB promised` : "";
+  return Number.isFinite(used) ? `Together they use ${gibibytes(used)} of ${gibibytes(promised)} GiB promised` : "";
 }
 
 /** Where many have to fit, without what never changes. */

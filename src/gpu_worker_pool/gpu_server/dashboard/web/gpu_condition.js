@@ -6,8 +6,17 @@ import { now } from "./pool_state.js";
 /** A GPU without a lease that does more than this is somebody's all the same. */
 const QUIET_PERCENT = 10;
 
+/** All GPUs of a host as `{ gpu, leases, condition }`. */
+export function conditionsOf(host) {
+  const byGPU = host.leasesByGPU();
+  return [...host.gpus.values()].map((gpu) => {
+    const leases = byGPU.get(gpu.key) ?? [];
+    return { gpu, leases, condition: conditionOf(gpu, leases, host) };
+  });
+}
+
 /** `kind` is one of free, held, outside, trouble; `word` is for people, `why` perhaps empty. */
-export function conditionOf(gpu, leases, host) {
+function conditionOf(gpu, leases, host) {
   const row = gpu.row;
   if (gpu.missingSince !== null) {
     return trouble("Missing", `not among the last readings, for ${duration((now() - gpu.missingSince) / 1000)}`);

@@ -2,7 +2,7 @@
 
 import { make, makeButton, setAttribute, setHidden, setText } from "./dom.js";
 import { now } from "./pool_state.js";
-import { duration, gigabytes, momentOf, nameOf } from "./words.js";
+import { duration, gibibytes, momentOf, nameOf } from "./words.js";
 
 export class HolderLine {
   #lease = null;
@@ -52,7 +52,7 @@ export class HolderLine {
 function use(lease, totalMegabytes, isAlone) {
   const each = lease.memory_mb ?? totalMegabytes;
   if (each === null || each === undefined) return "";
-  const promised = `${gigabytes(each * (lease.gpus?.length ?? 1))} GB`;
+  const promised = `${gibibytes(each * (lease.gpus?.length ?? 1))} GiB`;
   if (!isAlone || lease.memory_used_mb === null || lease.memory_used_mb === undefined) return promised;
-  return `uses ${gigabytes(lease.memory_used_mb)} of ${promised}`;
+  return `uses ${gibibytes(lease.memory_used_mb)} of ${promised}`;
 }

@@ -28,7 +28,7 @@ export class HostSection {
     setAttribute(this.element, "aria-labelledby", this.title.id);
   }
 
-  update({ host, isAlone, isCrowded }) {
+  update({ host, gpus, isAlone, isCrowded }) {
     setText(this.name, host.name);
     setAttribute(this.element, "data-host", host.name);
     this.head.classList.toggle("unseen", isAlone);
@@ -40,15 +40,13 @@ export class HostSection {
     setText(this.problem, problem);
     // Of the only one it stands above all.
     setHidden(this.problem, problem === "" || isAlone);
-    const gpus = [...host.gpus.values()];
     const nothing = host.readAt === null ? "" : "This host shows no GPU.";
     setText(this.empty, nothing);
     setHidden(this.empty, gpus.length > 0 || nothing === "");
     this.cards.classList.toggle("few", isAlone && gpus.length <= FEW_GPUS);
     this.cards.classList.toggle("many", isCrowded);
     this.element.classList.toggle("stale", host.isStale);
-    const leases = host.leasesByGPU();
-    const items = gpus.map((gpu) => ({ gpu, leases: leases.get(gpu.key) ?? [], host, isCrowded }));
+    const items = gpus.map((seen) => ({ ...seen, host, isCrowded }));
     showEach(this.cards, this.#cards, items, (item) => item.gpu.key, () => new GPUCard(this.release));
   }
 }

@@ -2,21 +2,18 @@
 
 import { makeRelease, makeRemoval, offerAdministration } from "./admin.js";
 import { Connection } from "./connection.js";
+import { Details } from "./details.js";
 import { byId, setText, showEach } from "./dom.js";
 import { addEvent, addLeaseEvent, addQueueEvent } from "./event_list.js";
+import { conditionsOf } from "./gpu_condition.js";
 import { HostSection } from "./host_section.js";
 import { followOtherHosts } from "./other_hosts.js";
 import { Host, now } from "./pool_state.js";
 import { showQueue } from "./queue_list.js";
-import { ask, askQuietly } from "./server.js";
+import { askQuietly } from "./server.js";
 import { openStream } from "./stream.js";
 import { showTotals } from "./totals.js";
-import { duration } from "./words.js";
 
-/** What leases make of their GPUs, and why somebody waits, is not in the stream. */
-const ASK_SECONDS = 3;
-/** Large answers are asked for less often: so many bytes are one more second. */
-const BYTES_A_SECOND = 50_000;
 /** Of all GPUs together: the more there are, the less is asked for of each, so that the page begins at once. */
 const MOST_READINGS = 2400;
 /** More than so many are shown small. */
@@ -26,6 +23,7 @@ const LIVING = new Set(["granted", "offered", "held", "quarantined", "idle"]);
 const own = new Host("this host", { isOwn: true });
 let others = [];
 const connection = new Connection();
+const details = new Details(own, show);
 const sections = new Map();
 const release = makeRelease(say);
 const removal = makeRemoval(say);
@@ -44,12 +42,13 @@ function show() {
     const hosts = [own, ...others];
     const isAlone = hosts.length === 1;
     connection.show(own);
-    const totals = showTotals(hosts);
+    const seen = hosts.map((host) => ({ host, gpus: conditionsOf(host) }));
+    const totals = showTotals(seen);
     const title = `${totals.free}/${totals.gpus} free · ${isAlone ? own.name : "GPU pool"}`;
     if (document.title !== title) document.title = title;
     if (own.readAt !== null || !isAlone) {
       byId("hosts").querySelector(":scope > .empty")?.remove();
-      const items = hosts.map((host) => ({ host, isAlone, isCrowded: totals.gpus > MANY_GPUS }));
+      const items = seen.map((each) => ({ ...each, isAlone, isCrowded: totals.gpus > MANY_GPUS }));
       showEach(byId("hosts"), sections, items, ({ host }) => host.key, () => new HostSection(release));
     }
     showQueue(hosts, removal);
@@ -110,7 +109,7 @@ openStream({
     if (!stats.gpus.some((row) => row.leases === null)) own.ledgerProblem = null;
     else if (own.ledgerProblem === null) {
       own.ledgerProblem = "the ledger cannot be read";
-      askSoon();
+      details.askSoon();
     }
     tellFaults();
     if (isFirst) loadHistory();
@@ -125,25 +124,25 @@ openStream({
   },
   leases({ leases, waiting }) {
     own.takeLeases(leases);
-    leasesAt = now();
+    details.leasesWereTold();
     if (waiting === 0) own.takeQueue([]);
     else own.waiting = waiting;
-    askSoon();
+    details.askSoon();
     show();
   },
   lease(event) {
-    leaseEvents += 1;
+    details.leasesHaveChanged();
     addLeaseEvent(event);
     if (LIVING.has(event.change)) own.takeLease(event.lease);
     else own.endLease(event.lease.lease_id);
-    askSoon();
+    details.askSoon();
     show();
   },
   queue(event) {
     addQueueEvent(event);
     own.waiting = event.waiting;
     if (event.change === "left") own.queue = own.queue.filter((row) => row.request_id !== event.request.request_id);
-    askSoon();
+    details.askSoon();
     show();
   },
 });
@@ -155,61 +154,6 @@ async function loadHistory() {
   const history = await askQuietly(`gpu/history?limit=${limit}`);
   if (history !== null) own.takeHistory(history);
   show();
-}
-
-let leaseEvents = 0;
-let leasesAt = 0;
-let timer = null;
-let isAsking = false;
-let isWanted = false;
-
-function askSoon() {
-  isWanted = true;
-  if (!isAsking) schedule(0.1);
-}
-
-function schedule(seconds) {
-  clearTimeout(timer);
-  timer = setTimeout(askOnce, 1000 * seconds);
-}
-
-/** The queue with its reasons, and what holders use; the stream has told already that they are there. */
-async function askOnce() {
-  if (isAsking) return;
-  const isForAnEvent = isWanted;
-  isAsking = true;
-  isWanted = false;
-  let seconds = ASK_SECONDS;
-  try {
-    if (document.visibilityState === "visible") {
-      if (own.waiting > 0 || own.queue.length > 0) {
-        const { status, body, bytes } = await ask("queue");
-        if (status === 200) own.takeQueue(body.queue);
-        seconds += bytes / BYTES_A_SECOND;
-      }
-      if ((own.leases?.size || own.ledgerProblem !== null) && now() - leasesAt > 1000 * (ASK_SECONDS - 0.5)) {
-        leasesAt = now();
-        const before = leaseEvents;
-        const { status, body, bytes } = await ask("leases");
-        // What the stream told meanwhile is newer.
-        if (status === 200 && before === leaseEvents) own.takeLeases(body.leases);
-        if (status === 503 && own.ledgerProblem !== null) own.ledgerProblem = body?.detail ?? own.ledgerProblem;
-        seconds += bytes / BYTES_A_SECOND;
-      }
-      if (own.health.status !== null && own.health.status !== "healthy") {
-        // The stream told why it began; how long it has lasted, changes.
-        const { body } = await ask("health");
-        if (body?.status) own.health = body;
-      }
-      // Else the next reading shows it, too.
-      if (isForAnEvent) show();
-    }
-  } catch {
-    // The stream notices that nobody is there, and says so.
-  } finally {
-    isAsking = false;
-    schedule(isWanted ? 0.5 : seconds);
-  }
 }
 
 async function getToKnow() {

@@ -1,7 +1,6 @@
 // The numbers to be read from across the room.
 
 import { byId, make, setAttribute, setText } from "./dom.js";
-import { conditionOf } from "./gpu_condition.js";
 
 const NUMBERS = [
   ["free", "Free"],
@@ -12,16 +11,14 @@ const NUMBERS = [
 ];
 const shown = new Map();
 
-export function showTotals(hosts) {
+/** `seen`: for each host `{ host, gpus }`, its GPUs with their conditions. */
+export function showTotals(seen) {
   const numbers = { free: 0, held: 0, outside: 0, trouble: 0, waiting: 0 };
-  let gpus = 0;
-  for (const host of hosts) {
-    const leases = host.leasesByGPU();
+  let total = 0;
+  for (const { host, gpus } of seen) {
+    total += gpus.length;
     numbers.waiting += host.waiting;
-    for (const gpu of host.gpus.values()) {
-      gpus += 1;
-      numbers[conditionOf(gpu, leases.get(gpu.key) ?? [], host).kind] += 1;
-    }
+    for (const { condition } of gpus) numbers[condition.kind] += 1;
   }
   for (const [kind, name] of NUMBERS) {
     if (!shown.has(kind)) {
@@ -37,7 +34,7 @@ export function showTotals(hosts) {
     setText(number, String(numbers[kind]));
     tile.classList.toggle("none", numbers[kind] === 0);
   }
-  return { ...numbers, gpus };
+  return { ...numbers, gpus: total };
 }
 
 /** On a phone the queue is far below. */

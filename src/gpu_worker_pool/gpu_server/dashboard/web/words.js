@@ -2,7 +2,7 @@
 
 const UNKNOWN = "–";
 
-export function gigabytes(megabytes) {
+export function gibibytes(megabytes) {
   if (megabytes === null || megabytes === undefined) return UNKNOWN;
   const amount = megabytes / 1024;
   return amount < 9.95 ? amount.toFixed(1).replace(/\.0$/, "") : String(Math.round(amount));
@@ -18,7 +18,7 @@ export function degrees(value) {
 
 export function watts(draw, limit) {
   if (draw === null || draw === undefined) return `${UNKNOWN} W`;
-  return limit ? `${Math.round(draw)} / ${Math.round(limit)} W` : `${Math.round(draw)} W`;
+  return limit ? `${Math.round(draw)}/${Math.round(limit)} W` : `${Math.round(draw)} W`;
 }
 
 /** How long ago the readings were taken. */
