@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.core.readings import Reading
 
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gpu_worker_pool.hardware.samples import GPUSample, MIGSample
+
+NO_UUID: Final = "does not tell its UUID, by which a promise would know it"
 
 
 def readings_of(gpus: Iterable[GPUSample]) -> tuple[Reading, ...]:
@@ -30,7 +32,8 @@ def readings_of(gpus: Iterable[GPUSample]) -> tuple[Reading, ...]:
                     gpu.memory_usage_percent,
                     gpu.utilization_percent,
                     gpu.reports_utilization,
-                    gpu.fault,
+                    # By its number it may be promised already, under the UUID that it told a moment ago.
+                    gpu.fault or (NO_UUID if gpu.uuid is None else None),
                     gpu.processes,
                 )
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpu_worker_pool.core.readings import ProcessReading
-from gpu_worker_pool.hardware.leasable import readings_of, vanished_devices
+from gpu_worker_pool.hardware.leasable import NO_UUID, readings_of, vanished_devices
 from gpu_worker_pool.hardware.samples import GPUSample, MIGSample
 
 OUTSIDER = ProcessReading(7, 1.0, "notebook")
@@ -38,9 +38,11 @@ def test_a_whole_gpu_is_known_by_its_uuid_and_reads_as_it_is() -> None:
     assert not reading.is_mig_device
 
 
-def test_a_gpu_that_does_not_tell_its_uuid_is_known_by_its_number() -> None:
+def test_a_gpu_that_does_not_tell_its_uuid_is_known_by_its_number_and_promised_to_nobody() -> None:
     (reading,) = readings_of([replace(WHOLE, uuid=None)])
-    assert (reading.gpu_id, reading.uuid) == ("gpu-2", None)
+    assert (reading.gpu_id, reading.uuid, reading.fault) == ("gpu-2", None, NO_UUID)
+    (lost,) = readings_of([replace(WHOLE, uuid=None, fault="lost")])
+    assert lost.fault == "lost"
 
 
 def test_of_a_split_gpu_its_devices_can_be_had_and_never_the_whole() -> None:

@@ -544,6 +544,27 @@ def test_all_calls_of_a_sample_share_the_time(fake: FakeNvidiaSMI) -> None:
     assert len(fake.calls) == 2
 
 
+@pytest.mark.parametrize("cell", ["[Unknown Error]", "[N/A]", "", "ERR!"])
+def test_a_gpu_keeps_the_uuid_that_it_once_told(fake: FakeNvidiaSMI, reader: NvidiaSMIReader, cell: str) -> None:
+    (before,) = reader.read().gpus
+    fake.set_gpus(healthy_gpu(uuid=cell))
+    (gpu,) = reader.read().gpus
+    assert gpu.uuid == before.uuid is not None
+    assert gpu.fault == "its UUID cannot be read"
+    fake.set_gpus(healthy_gpu())
+    assert reader.read().gpus == (before,)
+
+
+@pytest.mark.parametrize("cell", ["[Unknown Error]", "ERR!"])
+def test_a_split_gpu_whose_mode_cannot_be_read_is_not_whole(
+    fake: FakeNvidiaSMI, reader: NvidiaSMIReader, cell: str
+) -> None:
+    fake.set_gpus(healthy_gpu(mig_mode_current=cell))
+    (gpu,) = reader.read().gpus
+    assert gpu.fault is not None
+    assert gpu.fault.startswith("mig.mode.current cannot be read")
+
+
 def test_one_that_cannot_be_killed_is_never_joined_by_a_second(fake: FakeNvidiaSMI) -> None:
     killed: list[tuple[int, int]] = []
     reader = impatient(fake, kill_group=lambda group, signum: killed.append((group, signum)))

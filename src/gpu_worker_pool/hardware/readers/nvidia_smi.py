@@ -122,13 +122,17 @@ class NvidiaSMIReader:
         return [gpus[index] for index in sorted(gpus)]
 
     def _completed(self, gpu: GPUSample) -> GPUSample:
-        """A GPU that is about to be lost does not even tell its name."""
-        known = self._seen_as(gpu.index, gpu.pci_bus_id) if gpu.fault else None
+        """A GPU that is about to be lost does not even tell its name.
+
+        Whoever had a UUID must not appear without: that would be a new GPU, free for everybody.
+        """
+        known = self._seen_as(gpu.index, gpu.pci_bus_id) if gpu.fault or gpu.uuid is None else None
         if known is None or gpu.uuid not in (None, known.uuid):
             return gpu
         if gpu.name == UNKNOWN_NAME:
-            return _lost(gpu.index, gpu.fault or "", None, known)
-        return replace(gpu, uuid=known.uuid, pci_bus_id=known.pci_bus_id)
+            return _lost(gpu.index, gpu.fault or "its name cannot be read", None, known)
+        fault = gpu.fault or (None if known.uuid is None else "its UUID cannot be read")
+        return replace(gpu, uuid=known.uuid, pci_bus_id=known.pci_bus_id, fault=fault)
 
     def _seen_as(self, index: int | None, bus_id: str | None) -> GPUSample | None:
         if bus_id is not None:

@@ -152,7 +152,10 @@ def _fault(cells: dict[str, str], *, mig_enabled: bool, recovery_action: str | N
     for cell in cells.values():
         if _LOSS.search(cell):
             return quote(cell.strip("[]"))
-    decisive = ("memory.total", "memory.used") if mig_enabled else ("memory.total", "memory.used", "utilization.gpu")
+    # Without its MIG mode a split GPU would look whole, and its devices gone.
+    decisive = ["memory.total", "memory.used", "mig.mode.current"]
+    if not mig_enabled:
+        decisive.append("utilization.gpu")
     for field in decisive:
         if _ERROR.search(cells.get(field, "")):
             return f"{field} cannot be read: {quote(cells[field].strip('[]'))}"

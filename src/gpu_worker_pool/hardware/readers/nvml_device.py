@@ -62,8 +62,7 @@ def read_facts(nvml: LoadedNVML, handle: Any, known: DeviceFacts | None) -> Devi
 def read_gpu(nvml: LoadedNVML, handle: Any, index: int, facts: DeviceFacts) -> GPUSample:
     module, ask = nvml.module, nvml.ask
     total_mb, used_mb, free_mb, fault = _read_memory(nvml, handle)
-    mig_mode = ask(module.nvmlDeviceGetMigMode, handle)
-    is_mig_enabled = mig_mode is not None and mig_mode[0] == 1
+    is_mig_enabled, mig_fault = _read_mig_mode(nvml, handle)
     # With MIG on there is no utilization of the whole to ask for.
     utilization = None if is_mig_enabled else ask(module.nvmlDeviceGetUtilizationRates, handle)
     power_draw_mw = ask(module.nvmlDeviceGetPowerUsage, handle)
@@ -71,6 +70,7 @@ def read_gpu(nvml: LoadedNVML, handle: Any, index: int, facts: DeviceFacts) -> G
     recovery_action = _read_recovery_action(nvml, handle)
     if recovery_action is not None:
         fault = f"the driver asks for a recovery action: {recovery_action}"
+    fault = fault or mig_fault
     return GPUSample(
         index,
         facts.name,
@@ -96,6 +96,19 @@ def read_gpu(nvml: LoadedNVML, handle: Any, index: int, facts: DeviceFacts) -> G
         mig_devices=_read_mig_devices(nvml, handle) if is_mig_enabled else (),
         mig_enabled=is_mig_enabled,
     )
+
+
+def _read_mig_mode(nvml: LoadedNVML, handle: Any) -> tuple[bool, str | None]:
+    """Whether it is split; and a fault where that cannot be told: its devices would seem to be gone."""
+    try:
+        mode, _ = nvml.module.nvmlDeviceGetMigMode(handle)
+    except nvml.error as error:
+        value: int = error.value
+        if value in GPU_FAILED or value in LIBRARY_FAILED:
+            raise
+        is_without = value in (NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND)
+        return False, None if is_without else f"its MIG mode cannot be read ({error}): see `dmesg`"
+    return mode == 1, None
 
 
 def _read_mig_devices(nvml: LoadedNVML, handle: Any) -> tuple[MIGSample, ...]:
