@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.core.assignments import Lease
+    from gpu_worker_pool.core.assignments import HeldGPU, Lease
     from gpu_worker_pool.core.gpus import GPUResourceState
+    from gpu_worker_pool.core.readings import Reading
     from gpu_worker_pool.core.settings import PoolSettings
 
 
@@ -18,6 +19,9 @@ def trace_of(lease: Lease, gpu: GPUResourceState, settings: PoolSettings) -> str
     if reading is None or lease.quarantine is None or gpu.endpoint.begun_at <= lease.quarantine.since:
         return "not read since"
     before = lease.held[lease.gpu_ids.index(gpu.gpu_id)]
+    others = [other for other in gpu.leases.values() if other.lease_id != lease.lease_id]
+    if others:
+        return _trace_beside(others, before, reading, settings)
     if reading.processes is not None and before.processes is not None:
         # Not by the process's age: a worker is often older than its grant, and comes onto the GPU after it.
         newcomers = [process for process in reading.processes if process.identity not in before.processes]
@@ -35,3 +39,18 @@ def trace_of(lease: Lease, gpu: GPUResourceState, settings: PoolSettings) -> str
         used = reading.memory_usage_percent
         return f"memory {used:.1f} % used, {limit:.1f} % expected" if used > limit else None
     return "neither processes nor memory can be seen"
+
+
+def _trace_beside(others: list[Lease], before: HeldGPU, reading: Reading, settings: PoolSettings) -> str | None:
+    """The same on a GPU that others share: what came after the grant may be theirs, up to what they were promised."""
+    there = set() if reading.processes is None else {process.identity for process in reading.processes}
+    for other in others:
+        then = next(held for held in other.held if held.gpu_id == before.gpu_id)
+        if then.processes is not None and before.processes is not None and (then.processes - before.processes) & there:
+            return f"what was there before {other.worker} came is there yet"
+    promised_mb = [other.request.wishes.memory_mb for other in others]
+    if reading.memory_used_mb is None or before.memory_used_mb is None or None in promised_mb:
+        return f"cannot be told from what {others[0].worker} uses"
+    limit = before.memory_used_mb + sum(filter(None, promised_mb)) + settings.returned_memory_slack_mb
+    used = reading.memory_used_mb
+    return f"{used:.0f} MB used, {limit:.0f} MB expected beside {others[0].worker}" if used > limit else None

@@ -413,10 +413,14 @@ class Pool:
         for lease in self.leases:
             if lease.is_live and lease.expires_at is not None:
                 ttl_seconds = lease.request.ttl_seconds or self.settings.default_ttl_seconds
+                if lease.state is LeaseState.OFFERED:  # nobody may ever come for it
+                    ttl_seconds = min(ttl_seconds, self.settings.claim_seconds)
                 self._replace_lease(lease.extended(max(lease.expires_at, now + ttl_seconds)))
         for waiter in self.queue.in_order():
             if waiter.gives_up_at is not None:
-                ttl_seconds = waiter.request.ttl_seconds or self.settings.default_ttl_seconds
+                # Not an hour for one who wants its lease to last an hour: it may be gone, and GPUs be kept for it.
+                default_seconds = self.settings.default_ttl_seconds
+                ttl_seconds = min(waiter.request.ttl_seconds or default_seconds, default_seconds)
                 waiter.gives_up_at = max(waiter.gives_up_at, now + ttl_seconds)
             if waiter.deadline is not None:
                 waiter.deadline += event.unserved_seconds

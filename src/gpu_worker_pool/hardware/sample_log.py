@@ -17,6 +17,7 @@ import stat
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
+from gpu_worker_pool import forks
 from gpu_worker_pool.core.readings import ProcessReading
 from gpu_worker_pool.hardware.processes import boot_id, is_stopped, process_identity
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, MIGSample, Sample
@@ -47,6 +48,11 @@ class SampleLog:
         self._file = self._lock = self._relief = -1
         self._locked = -1
         self._open()
+        forks.watch(self)
+
+    def _forked(self) -> None:
+        """A lock lasts until everybody who inherited it has closed it: a child would keep that of a dead parent."""
+        self.close()
 
     def _open(self) -> None:
         self.close()

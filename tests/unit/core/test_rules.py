@@ -818,6 +818,22 @@ def test_rule_10_a_lease_that_has_longer_to_live_keeps_it(story: Story) -> None:
     assert story.lease("a").expires_at == pytest.approx(story.now + 20.0)
 
 
+def test_rule_10_what_nobody_came_for_is_not_kept_for_an_hour(story: Story) -> None:
+    story.reads(gpu(0))
+    story.asks("a")
+    story.asks("offered", ttl=3600.0, asking_until=story.now)
+    story.asks("waiting", ttl=3600.0, asking_until=story.now)
+    story.now += 1.0
+    story.releases("a")
+    story.reads(gpu(0))
+    assert story.lease("offered").state is LeaseState.OFFERED
+    story.happens(Resumed(unserved_seconds=20.0))
+    assert story.lease("offered").expires_at == pytest.approx(story.now + story.pool.settings.claim_seconds)
+    waiter = story.pool.requests["waiting"]
+    assert isinstance(waiter, Waiter)
+    assert waiter.gives_up_at == pytest.approx(story.now + TTL)
+
+
 def test_rule_10_after_a_reboot_times_begin_anew_and_process_ids_mean_nothing(story: Story) -> None:
     story.now = 5000.0
     story.reads(gpu(0, memory_used_mb=300.0, processes=(STRANGER,)))
@@ -898,6 +914,22 @@ def test_rule_11_a_process_that_was_there_before_may_be_the_holder_s_own(story: 
     expired(story, processes=(STRANGER,), memory_used_mb=500.0)
     assert granted(story.reads(gpu(0, processes=(STRANGER,), memory_used_mb=60_000.0), after=6.0)) == []
     assert granted(story.reads(gpu(0, processes=(STRANGER,), memory_used_mb=600.0), after=1.0)) == [("b", ("0",))]
+
+
+def test_rule_11_of_those_who_share_a_dead_one_is_told_from_the_living(story: Story) -> None:
+    story.reads(gpu(0))
+    story.asks("dead", Wishes(memory_mb=16_000, share=True))
+    old = ProcessReading(1, 1.0, name="dead")
+    story.reads(gpu(0, memory_used_mb=16_000.0, processes=(old,)))
+    story.asks("living", Wishes(memory_mb=4_000, share=True))
+    young = ProcessReading(2, 2.0, name="living")
+    story.reads(gpu(0, memory_used_mb=20_000.0, processes=(old, young)))
+    story.happens(HolderGone(story.lease("dead").lease_id, is_proven=True))
+    story.asks("next", Wishes(memory_mb=70_000, share=True))
+    assert granted(story.reads(gpu(0, memory_used_mb=3_000.0, processes=(old,)))) == [], "it is there yet"
+    assert granted(story.reads(gpu(0, memory_used_mb=4_257.0, processes=(young,)))) == [], "more than was promised"
+    assert granted(story.reads(gpu(0, memory_used_mb=None, processes=(young,)))) == [], "who knows"
+    assert granted(story.reads(gpu(0, memory_used_mb=4_256.0, processes=(young,)))) == [("next", ("0",))]
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,23 @@ def test_only_one_has_the_lock_and_its_end_frees_it(logs: list[SampleLog]) -> No
     assert logs[2].try_lock()
 
 
+def test_a_forked_child_does_not_keep_the_lock_of_a_parent_that_ended(logs: list[SampleLog]) -> None:
+    assert logs[0].try_lock()
+    hold, release = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(release)
+        os.read(hold, 1)
+        os._exit(0)
+    os.close(hold)
+    try:
+        logs[0].close()  # as the end of the parent does
+        eventually(logs[1].try_lock)
+    finally:
+        os.close(release)
+        os.waitpid(child, 0)
+
+
 def test_a_file_that_was_removed_is_made_again(logs: list[SampleLog], tmp_path: Path) -> None:
     append(logs[0], 1)
     for file in tmp_path.iterdir():

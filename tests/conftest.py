@@ -1,0 +1,6 @@
+"""For all tests: how long something takes is measured in `bench/`, and is no reason for a test to fail on a busy machine."""
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
