@@ -226,6 +226,45 @@ async def test_a_worker_is_told_that_its_lease_is_lost(server: ServerProcess, ca
         assert f"{assignment.worker_id} lost GPU" in caplog.text
 
 
+async def test_a_callback_that_takes_its_time_delays_neither_renewals_nor_the_stop(server: ServerProcess) -> None:
+    is_called, may_return, told = threading.Event(), threading.Event(), []
+
+    def callback(lost: GPUAssignment) -> None:
+        is_called.set()
+        may_return.wait()
+        told.append(lost)
+
+    async with client_of(server, lease_ttl=2, on_lease_lost=callback) as client:
+        lost, kept = [await client.request_gpu() for _ in range(2)]
+        assert lost.lease_id is not None
+        take_away(server, lost.lease_id)
+        await until(is_called.is_set)
+        for _ in range(3):  # renewals
+            (before,) = leases(server)
+            await until(lambda before=before: leases(server)[0]["expires_at"] > before["expires_at"])
+        assert not kept.lost
+    assert leases(server) == []
+    assert told == []
+    may_return.set()
+    await until(lambda: told == [lost])
+    await until(lambda: "gpu-pool on_lease_lost" not in {thread.name for thread in threading.enumerate()})
+
+
+async def test_a_callback_may_stop_the_client(server: ServerProcess) -> None:
+    stopped = threading.Event()
+
+    def stop(_: GPUAssignment) -> None:
+        client.stop()
+        stopped.set()
+
+    client = sync.GPUWorkerPoolClient(server.url, lease_ttl=2, polling_interval=0.5, on_lease_lost=stop, environ={})
+    await asyncio.to_thread(client.start)
+    assignment = await asyncio.to_thread(client.request_gpu)
+    assert assignment.lease_id is not None
+    take_away(server, assignment.lease_id)
+    await until(stopped.is_set)
+
+
 async def test_a_release_that_finds_it_lost_says_so(server: ServerProcess) -> None:
     """Before a renewal could."""
     async with client_of(server, lease_ttl=300) as client:

@@ -239,7 +239,7 @@ class LeaseKeeper:
         try:
             self._on_lost(lease)
         except Exception:
-            logger.exception("the callback for lost leases failed")
+            logger.exception("nobody could be told that %s is lost", lease.shown)
 
     # --- giving back ---
 

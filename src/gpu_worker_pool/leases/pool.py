@@ -140,6 +140,7 @@ class LeasePool:
     def start_keeper(self) -> LeaseKeeper:
         if self.keeper is None:
             self.keeper = LeaseKeeper(self._kept.lost_in_thread)
+            self.keeper.close_with(self._kept.no_more_losses)
             self.keeper.start()
         return self.keeper
 
