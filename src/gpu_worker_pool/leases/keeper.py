@@ -214,7 +214,7 @@ class LeaseKeeper:
 
     async def _renew(self, service: LeaseService, lease: HeldLease) -> None:
         """Until it is renewed or lost; whoever is asked, a try must leave time for another."""
-        life, attempt = lease.life, 0
+        life, attempt, bug = lease.life, 0, ""
         while not life.is_lost:
             sent_at = awake_or_not()
             seconds = min(max(life.ttl_seconds / 6, 0.5), LONGEST_RENEWAL_SECONDS, life.held_until - sent_at)
@@ -222,8 +222,13 @@ class LeaseKeeper:
                 await service.renew(lease, timeout_seconds=max(seconds, 0.01))
             except _LOST as error:
                 life.end(End.LOST, str(error))
-            except GPUWorkerPoolError as error:
-                if attempt == 0:
+            except Exception as error:
+                if not isinstance(error, GPUWorkerPoolError):
+                    # A bug of ours: it must not end the renewals in silence, nor be told with every one of them.
+                    if repr(error) != bug:
+                        bug = repr(error)
+                        logger.exception("renewing %s failed", lease.shown)
+                elif attempt == 0:
                     logger.warning("%s could not be renewed, and is tried again: %s", lease.shown, error)
                 delay = backoff_seconds(attempt, random.random(), base=0.1, longest=life.ttl_seconds / 10)  # noqa: S311
                 attempt += 1

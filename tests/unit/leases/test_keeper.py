@@ -89,7 +89,7 @@ def test_it_is_lost_one_ttl_after_the_last_renewal(keeper: LeaseKeeper, lost: li
 def test_its_server_s_word_counts_at_once(
     keeper: LeaseKeeper, lost: list[tuple[HeldLease, str]], error: Exception
 ) -> None:
-    service = FakeLeaseService(failing={"renew": error})  # type: ignore[dict-item]
+    service = FakeLeaseService(failing={"renew": error})
     lease = hold(keeper, service, ttl_seconds=1.2)
     eventually(lambda: lost, within_seconds=1.0)
     assert service.count("renew") == 1
@@ -105,6 +105,19 @@ def test_a_refusal_that_is_not_the_ledger_s_is_no_loss(keeper: LeaseKeeper, lost
     time.sleep(0.5)
     assert not lease.life.is_lost
     assert lost == []
+
+
+def test_a_renewal_that_fails_as_nobody_expected_is_told_once_and_tried_again(
+    keeper: LeaseKeeper, lost: list[tuple[HeldLease, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    service = FakeLeaseService(failing={"renew": ZeroDivisionError("oops")})
+    kept, lease = hold(keeper, service, ttl_seconds=60.0), hold(keeper, service, ttl_seconds=1.0)
+    eventually(lambda: lost)
+    assert lost == [(lease, "gpu-pool leases")]
+    assert service.count("renew") >= 3
+    assert not kept.life.is_lost
+    (bug,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert bug.getMessage() == f"renewing {lease.shown} failed"
 
 
 def test_one_that_answers_slowly_delays_no_other(keeper: LeaseKeeper) -> None:
