@@ -110,12 +110,13 @@ class LocalLeaseService:
 
     async def _fetch(self) -> Fetched:
         begun = time.monotonic()
-        host = await self._host()
-        sample = await self._good_sample(host)
+        async with self._desk_of_this_host() as host:
+            sample = await self._good_sample(host)
+            inherited = await self._inherit(host)
+            promised = {gpu_id for lease in host.desk.leases.values() for gpu_id in lease.gpu_ids}
         assert isinstance(sample.answer, DriverAnswer)  # else it is not good
-        promised = {gpu_id for lease in host.desk.leases.values() for gpu_id in lease.gpu_ids}
         gpus = self._visibility.apply(sample.answer.gpus).gpus
-        if self._settings.lease_id is not None and (inherited := await self._inherit(host)) is not None:
+        if inherited is not None:
             # There are no others for this program, and these are not somebody else's.
             gpus, promised = tuple(gpu for gpu in gpus if gpu.index in inherited.indices), set()
         stats = _stats_of(sample, gpus, promised, max(boot_time() - sample.begun_at, 0.0))
@@ -141,7 +142,7 @@ class LocalLeaseService:
     async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
         async with self._desk_of_this_host() as host:
             sample = await self._good_sample(host)
-            if self._settings.lease_id is not None and (inherited := await self._inherit(host)) is not None:
+            if (inherited := await self._inherit(host)) is not None:
                 return await inherited.take(ask, wait_seconds)
             request = self._requests.get(ask.request_id) or self._request(ask, sample)
             self._requests[ask.request_id] = request
@@ -236,9 +237,9 @@ class LocalLeaseService:
         return HeldLease(self.endpoint_id, lease.lease_id, lease.fence, gpus, ask, life)
 
     async def _inherit(self, host: HostDesk) -> InheritedLease | None:
-        if self._inherited is None:
+        if self._inherited is None and self._settings.lease_id is not None:
             await host.desk.queue()  # by then it is known what is held
-            lease = host.desk.leases.get(self._settings.lease_id or "")
+            lease = host.desk.leases.get(self._settings.lease_id)
             if lease is None or not lease.is_live or lease.request.account != self._user:
                 lost = "GPU_POOL_LEASE_ID is %s, which is no lease of yours that lives: asking for GPUs without it"
                 logger.warning(lost, self._settings.lease_id)
