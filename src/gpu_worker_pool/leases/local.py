@@ -27,6 +27,7 @@ from gpu_worker_pool.errors import (
     ServiceRefusedError,
     ServiceRetryableError,
 )
+from gpu_worker_pool.hardware.leasable import within_visible
 from gpu_worker_pool.hardware.processes import name_of_this_process
 from gpu_worker_pool.hardware.readers.choose import check_backend
 from gpu_worker_pool.hardware.sampler import boot_time
@@ -209,20 +210,9 @@ class LocalLeaseService:
 
     def _request(self, ask: LeaseAsk, sample: Sample) -> Request:
         assert isinstance(sample.answer, DriverAnswer)  # else it is not good
-        wishes, visible = ask.wishes, self._visibility.apply(sample.answer.gpus)
-        if visible.is_filtering:
-            names = _names(visible.gpus)
-            if not names:
-                shown = self._settings.visible_devices
-                raise ImpossibleRequestError(reasons=(f"CUDA_VISIBLE_DEVICES={shown!r} hides every GPU: unset it",))
-            if wishes.only is None:
-                wishes = replace(wishes, only=names)
-            else:
-                hidden = tuple(name for name in _names(sample.answer.gpus) if name not in names)
-                wishes = replace(wishes, exclude=(*wishes.exclude, *hidden))
         return Request(
             ask.request_id,
-            wishes,
+            within_visible(ask.wishes, sample.answer.gpus, self._visibility),
             ask.worker_id,
             owner=self._user,
             label=ask.label,
@@ -247,15 +237,6 @@ class LocalLeaseService:
                 return None
             self._inherited = InheritedLease(self.endpoint_id, lease)
         return self._inherited
-
-
-def _names(gpus: Iterable[GPUSample]) -> tuple[str, ...]:
-    """What can be leased of them."""
-    return tuple(
-        name
-        for gpu in gpus
-        for name in ([device.uuid for device in gpu.mig_devices] if gpu.mig_enabled else [gpu.uuid or str(gpu.index)])
-    )
 
 
 def _stats_of(sample: Sample, gpus: Iterable[GPUSample], promised: set[str], age_seconds: float) -> GPUStats:
