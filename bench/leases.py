@@ -168,15 +168,6 @@ async def _pass_on(port: int, waiters: list[subprocess.Popen[str]], took: list[f
     connection.close()
 
 
-async def _until_somebody_waits(connection: Connection) -> None:
-    for _ in range(10_000):
-        _, answer = await connection.ask("GET", "/queue")
-        await asyncio.sleep(0.005)
-        if json.loads(answer)["queue"]:
-            return
-    raise AssertionError("the waiter never asked")
-
-
 def _ask(waiter: subprocess.Popen[str], request_id: str) -> None:
     assert waiter.stdin is not None
     waiter.stdin.write(f"{request_id}\n")

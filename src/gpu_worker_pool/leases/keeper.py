@@ -196,9 +196,8 @@ class LeaseKeeper:
 
     def hold(self, service: LeaseService, lease: HeldLease) -> None:
         """From now on it is renewed, until it is released or lost."""
-        if not lease.is_inherited:
-            renewing = self._loop.create_task(self._keep_renewing(service, lease))
-            self._held[lease.ask.request_id] = (service, lease, renewing)
+        renewing = self._loop.create_task(self._keep_renewing(service, lease))
+        self._held[lease.ask.request_id] = (service, lease, renewing)
 
     async def _keep_renewing(self, service: LeaseService, lease: HeldLease) -> None:
         life = lease.life
@@ -253,7 +252,7 @@ class LeaseKeeper:
         life = lease.life
         if life.is_lost:
             raise StaleAssignmentError(f"{lease.ask.worker_id} lost {lease.shown}: {life.reason}")
-        if life.end(End.RELEASED) and not lease.is_inherited:
+        if life.end(End.RELEASED):
             await self._send_release(service, lease)
 
     def let_expire(self, lease: HeldLease) -> None:

@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 #: Whoever can ask only one endpoint waits there for so long at once: enough to read a GPU again that is free.
 FIRST_WAIT_SECONDS = 0.5
-#: Leases that were lost are remembered for whoever releases them late.
-REMEMBERED_LOSSES = 1000
 
 
 class LeasePool:

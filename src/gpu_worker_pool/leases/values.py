@@ -70,8 +70,6 @@ class HeldLease:
     gpus: tuple[LeasedGPU, ...]
     ask: LeaseAsk
     life: LeaseLife = field(repr=False, compare=False)
-    #: Somebody else's, under which this program runs: neither renewed nor released here.
-    is_inherited: bool = False
 
     @property
     def shown(self) -> str:
