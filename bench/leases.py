@@ -18,9 +18,9 @@ from statistics import median, quantiles
 
 from bench.server import OURS, server
 from bench.table import Row, print_table
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core import Observed, PoolSettings, Reading, Released, Request, Requested
 from gpu_worker_pool.core.effects import Granted
-from gpu_worker_pool.hardware.sampler import boot_time
 from gpu_worker_pool.ledger.sqlite import SQLiteLedger
 
 TURNS = 5

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool import pool_events
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import InvalidAssignmentError, StaleAssignmentError
 from gpu_worker_pool.holders import Holders
 from gpu_worker_pool.leases.callbacks import LossCallback
@@ -105,7 +105,7 @@ class AssignedLeases:
         return assignment
 
     def _assignment(self, held: HeldLease) -> GPUAssignment:
-        now, left_seconds = datetime.now(), max(held.life.held_until - awake_or_not(), 0.0)
+        now, left_seconds = datetime.now(), max(held.life.held_until - boot_time(), 0.0)
         return leased_assignment(held, self._pool_id(held.endpoint_id), now, now + timedelta(seconds=left_seconds))
 
     # --- giving back ---

@@ -16,7 +16,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.backoff import backoff_seconds
 from gpu_worker_pool.errors import (
     GPUWorkerPoolError,
@@ -203,7 +203,7 @@ class LeaseKeeper:
         life = lease.life
         while not life.is_lost:
             # A third of its life after the last word that it is held.
-            due_in = life.held_until - life.ttl_seconds * 2 / 3 - awake_or_not()
+            due_in = life.held_until - life.ttl_seconds * 2 / 3 - boot_time()
             if due_in > 0:
                 await asyncio.sleep(min(due_in, LONGEST_SLEEP_SECONDS))
             else:
@@ -215,7 +215,7 @@ class LeaseKeeper:
         """Until it is renewed or lost; whoever is asked, a try must leave time for another."""
         life, attempt, bug = lease.life, 0, ""
         while not life.is_lost:
-            sent_at = awake_or_not()
+            sent_at = boot_time()
             seconds = min(max(life.ttl_seconds / 6, 0.5), LONGEST_RENEWAL_SECONDS, life.held_until - sent_at)
             try:
                 await service.renew(lease, timeout_seconds=max(seconds, 0.01))
@@ -231,7 +231,7 @@ class LeaseKeeper:
                     logger.warning("%s could not be renewed, and is tried again: %s", lease.shown, error)
                 delay = backoff_seconds(attempt, random.random(), base=0.1, longest=life.ttl_seconds / 10)  # noqa: S311
                 attempt += 1
-                await asyncio.sleep(min(delay + 0.02, max(life.held_until - awake_or_not(), 0.0)))
+                await asyncio.sleep(min(delay + 0.02, max(life.held_until - boot_time(), 0.0)))
             else:
                 life.renewed(sent_at)
                 if attempt:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import LOCAL_ENDPOINT
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.events import Request
@@ -30,7 +30,6 @@ from gpu_worker_pool.errors import (
 from gpu_worker_pool.hardware.leasable import within_visible
 from gpu_worker_pool.hardware.processes import name_of_this_process
 from gpu_worker_pool.hardware.readers.choose import check_backend
-from gpu_worker_pool.hardware.sampler import boot_time
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
 from gpu_worker_pool.http_client import Fetched
@@ -147,7 +146,7 @@ class LocalLeaseService:
                 return await inherited.take(ask, wait_seconds)
             request = self._requests.get(ask.request_id) or self._request(ask, sample)
             self._requests[ask.request_id] = request
-            sent_at = awake_or_not()
+            sent_at = boot_time()
             try:
                 found = await host.desk.acquire(request, wait_seconds=wait_seconds, may_keep=may_keep)
             except ImpossibleRequestError:

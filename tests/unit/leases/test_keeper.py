@@ -15,7 +15,7 @@ import pytest
 from tests.fakes.lease_service import FakeLeaseService, ask_for
 from tests.waiting import eventually
 
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import (
     LeaseEndedError,
     NetworkRetryableError,
@@ -47,7 +47,7 @@ def keeper(lost: list[tuple[HeldLease, str]]) -> Iterator[LeaseKeeper]:
 
 
 def hold(keeper: LeaseKeeper, service: FakeLeaseService, ttl_seconds: float = 60.0) -> HeldLease:
-    lease = service.lease(ask_for(ttl_seconds), awake_or_not())
+    lease = service.lease(ask_for(ttl_seconds), boot_time())
     keeper.call(keeper.hold, service, lease)
     return lease
 
