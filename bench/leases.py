@@ -18,9 +18,9 @@ from statistics import median, quantiles
 
 from bench.server import OURS, server
 from bench.table import Row, print_table
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core import Observed, PoolSettings, Reading, Released, Request, Requested
 from gpu_worker_pool.core.effects import Granted
-from gpu_worker_pool.hardware.sampler import boot_time
 from gpu_worker_pool.ledger.sqlite import SQLiteLedger
 
 TURNS = 5
@@ -166,15 +166,6 @@ async def _pass_on(port: int, waiters: list[subprocess.Popen[str]], took: list[f
         took.append(float(told_at) - sent_at)
         holder, waiter = waiter, holder
     connection.close()
-
-
-async def _until_somebody_waits(connection: Connection) -> None:
-    for _ in range(10_000):
-        _, answer = await connection.ask("GET", "/queue")
-        await asyncio.sleep(0.005)
-        if json.loads(answer)["queue"]:
-            return
-    raise AssertionError("the waiter never asked")
 
 
 def _ask(waiter: subprocess.Popen[str], request_id: str) -> None:

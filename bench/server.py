@@ -164,7 +164,8 @@ from pathlib import Path
 from gpu_worker_pool.gpu_server.view import HostView
 from gpu_worker_pool.hardware.readers.choose import make_reader
 from gpu_worker_pool.hardware.sample_log import SampleLog
-from gpu_worker_pool.hardware.sampler import Sampler, boot_time
+from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.hardware.sampler import Sampler
 view = HostView(lambda: sampler.seen, max_history=100)
 sampler = Sampler(make_reader("simulated:8", boot_time), interval_seconds=0.05, on_sample=view.take,
                   open_log=lambda: SampleLog(Path(sys.argv[1]), "bench", keep=100))

@@ -1,4 +1,4 @@
-"""For all tests: how long something takes is measured in `bench/`, and is no reason for a test to fail on a busy machine."""
+"""For all tests: how long something takes is measured in `bench/`, and never makes a test fail on a busy machine."""
 
 from hypothesis import HealthCheck, settings
 

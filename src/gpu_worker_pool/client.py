@@ -28,7 +28,7 @@ from gpu_worker_pool.errors import (
 )
 from gpu_worker_pool.gpu_monitor import GPUMonitor, MultiEndpointGPUMonitor, coming_back
 from gpu_worker_pool.http_client import MultiEndpointHTTPClientPool
-from gpu_worker_pool.models import EndpointInfo, GPUAssignment, MultiEndpointPoolStatus, PoolStatus
+from gpu_worker_pool.models import EndpointInfo, GPUAssignment, MultiEndpointPoolStatus, PoolStatus, gpu_id_in_pool
 from gpu_worker_pool.same_gpus import SameGPUs
 from gpu_worker_pool.worker_pool_manager import WorkerPoolManager
 
@@ -430,14 +430,10 @@ class GPUWorkerPoolClient:
     def _timeout_seconds(self) -> float:
         return self._config.endpoint_timeout if self._config.multi_endpoint else self._config.request_timeout
 
-    def _pool_id(self, endpoint: Endpoint) -> str:
-        """With one endpoint GPUs are known by their numbers alone."""
-        return endpoint.endpoint_id if self._config.multi_endpoint else ""
-
     def _take(self, endpoint: Endpoint, fetched: Fetched, since_return: float | None) -> None:
         if not self._manager.is_running:
             return
-        stats, pool_id = fetched.stats, self._pool_id(endpoint)
+        stats, pool_id = fetched.stats, self._config.pool_id(endpoint.endpoint_id)
         if since_return is None:
             self._in_use_at_return.pop(pool_id, None)
         # Alone it has nobody to share the rush with; and one that gives leases sees to it itself.
@@ -448,7 +444,7 @@ class GPUWorkerPoolClient:
             endpoint.endpoint_id,
             stats,
             pool_metrics.held_uuids(self._coordinator.pools),
-            lambda gpu_id: f"{pool_id}:{gpu_id}" if pool_id else str(gpu_id),
+            partial(gpu_id_in_pool, pool_id),
         )
         self._coordinator.take(endpoint, stats, fetched.sent_at, self._same_gpus)
         self._endpoint_is_back.set()
@@ -461,7 +457,8 @@ class GPUWorkerPoolClient:
 
     def _wake(self, pool_id: str) -> None:
         for endpoint in self._endpoints:
-            if self._pool_id(endpoint) == pool_id and (monitor := self._monitors.get(endpoint.endpoint_id)):
+            monitor = self._monitors.get(endpoint.endpoint_id)
+            if monitor is not None and self._config.pool_id(endpoint.endpoint_id) == pool_id:
                 monitor.wake()
 
     def _tell_endpoints(self) -> str:
@@ -472,7 +469,7 @@ class GPUWorkerPoolClient:
         counts = pool_metrics.gpu_counts(self._coordinator.pools, self._manager.now)
         infos = []
         for endpoint in self._endpoints:
-            total, available = counts.get(self._pool_id(endpoint), (0, 0))
+            total, available = counts.get(self._config.pool_id(endpoint.endpoint_id), (0, 0))
             infos.append(
                 EndpointInfo(
                     endpoint.endpoint_id,

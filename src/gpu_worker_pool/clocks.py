@@ -35,8 +35,8 @@ class LoopClock:
         return self._loop.call_later(when - monotonic(), callback)
 
 
-def awake_or_not() -> float:
-    """Seconds that also pass while this machine sleeps, as they do for everybody else; never set by anyone."""
+def boot_time() -> float:
+    """Seconds since this machine booted: they pass while it sleeps, too, for all its processes; nobody sets them."""
     return time.clock_gettime(_BOOT_TIME)
 
 

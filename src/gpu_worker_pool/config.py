@@ -420,6 +420,10 @@ class PoolConfig:
     api_key: str | None = field(repr=False)
     allow_insecure_key: bool
 
+    def pool_id(self, endpoint_id: str) -> str:
+        """How the pool knows an endpoint: with one alone, GPUs are known by their numbers, and it by no name."""
+        return endpoint_id if self.multi_endpoint else ""
+
     @classmethod
     def resolve(
         cls,

@@ -144,7 +144,7 @@ class Coordinator:
             settings,
             lease_ttl=config.lease_ttl,
             worker_timeout=config.worker_timeout,
-            pool_id=lambda endpoint_id: endpoint_id if config.multi_endpoint else "",
+            pool_id=config.pool_id,
             tell_endpoints=tell_endpoints,
             want_reading=want_reading,
             on_lease_lost=on_lease_lost,
@@ -186,16 +186,16 @@ class Coordinator:
 
     def added(self, endpoint: Endpoint) -> None:
         self._kinds[endpoint.endpoint_id] = Kind.UNDECIDED
-        self._manager.endpoint_lost(self._pool_id(endpoint))  # what it has is not known yet
+        self._manager.endpoint_lost(self._config.pool_id(endpoint.endpoint_id))  # what it has is not known yet
         self._settle()
         if endpoint.config.url == LOCAL_ENDPOINT:
             self._decided(endpoint, LOCAL_ENDPOINT, frozenset({LEASES}))
 
     def removed(self, endpoint: Endpoint) -> None:
         self._kinds.pop(endpoint.endpoint_id, None)
-        self._manager.endpoint_lost(self._pool_id(endpoint), is_removed=True)
+        self._manager.endpoint_lost(self._config.pool_id(endpoint.endpoint_id), is_removed=True)
         if self._pool is not None:
-            self._pool.books.lost(self._pool_id(endpoint), is_removed=True)
+            self._pool.books.lost(self._config.pool_id(endpoint.endpoint_id), is_removed=True)
             self._pool.removed(endpoint.endpoint_id)
         self._settle()
 
@@ -226,8 +226,8 @@ class Coordinator:
             return  # it was removed, or everything stopped, meanwhile
         kind = self._kinds[endpoint_id] = _decide(self._config.coordination, endpoint_id, url, features)
         if kind is not Kind.IN_PROCESS:
-            self._manager.endpoint_lost(self._pool_id(endpoint), is_removed=True)
-            pool.books.lost(self._pool_id(endpoint))
+            self._manager.endpoint_lost(self._config.pool_id(endpoint.endpoint_id), is_removed=True)
+            pool.books.lost(self._config.pool_id(endpoint.endpoint_id))
         if kind is Kind.LEASES:
             pool.offered(endpoint_id, partial(self._lease_service, endpoint_id, url))
         elif kind is Kind.REFUSED:
@@ -261,7 +261,7 @@ class Coordinator:
         return self._kinds.get(endpoint.endpoint_id) not in (Kind.LEASES, Kind.REFUSED)
 
     def take(self, endpoint: Endpoint, stats: GPUStats, sent_at: float, same_gpus: SameGPUs) -> None:
-        pool, pool_id, endpoint_id = self._pool, self._pool_id(endpoint), endpoint.endpoint_id
+        pool, pool_id, endpoint_id = self._pool, self._config.pool_id(endpoint.endpoint_id), endpoint.endpoint_id
         if pool is None or self.is_in_process(endpoint):
             self._manager.update_stats(stats, endpoint_id=pool_id, age_seconds=time.monotonic() - sent_at)
             return
@@ -274,12 +274,9 @@ class Coordinator:
 
     def lose(self, endpoint: Endpoint) -> None:
         if self._pool is None or self.is_in_process(endpoint):
-            self._manager.endpoint_lost(self._pool_id(endpoint))
+            self._manager.endpoint_lost(self._config.pool_id(endpoint.endpoint_id))
         else:
-            self._pool.books.lost(self._pool_id(endpoint))
-
-    def _pool_id(self, endpoint: Endpoint) -> str:
-        return endpoint.endpoint_id if self._config.multi_endpoint else ""
+            self._pool.books.lost(self._config.pool_id(endpoint.endpoint_id))
 
     # --- looking ---
 

@@ -28,6 +28,11 @@ def make_global_gpu_id(endpoint_id: str, local_gpu_id: int) -> str:
     return f"{endpoint_id}:{local_gpu_id}"
 
 
+def gpu_id_in_pool(endpoint_id: str, index: int) -> str:
+    """For the pool itself: an endpoint alone has no name, and its GPUs are known by their numbers."""
+    return f"{endpoint_id}:{index}" if endpoint_id else str(index)
+
+
 def split_global_gpu_id(global_gpu_id: str) -> tuple[str, int]:
     """Undo `make_global_gpu_id`; only what it makes is accepted, so that equal GPUs have equal ids."""
     _check_text("global_gpu_id", global_gpu_id)

@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import datetime, timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.core.wishes import PLAIN
+from gpu_worker_pool.models import PoolStatus, WorkerInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from gpu_worker_pool.core import Explanation, Pool, Waiter
-    from gpu_worker_pool.models import PoolStatus
+    from gpu_worker_pool.models import GPUId
+
+
+def pool_status(
+    pool: Pool, now: float, blocked_workers: int, workers: Mapping[str, WorkerInfo] = MappingProxyType({})
+) -> PoolStatus:
+    """`workers`: by id, those that have said more of themselves than that."""
+    assignments: dict[GPUId, list[WorkerInfo]] = {}
+    live, wall = [lease for lease in pool.leases if lease.is_live], datetime.now()
+    for lease in sorted(live, key=lambda lease: lease.fence):
+        worker_id = lease.request.worker_id
+        worker = workers.get(worker_id) or WorkerInfo(worker_id, wall - timedelta(seconds=now - lease.requested_at))
+        for gpu in {gpu.gpu_id: gpu for gpu in lease.held}.values():  # two MIG devices may be of one GPU
+            assignments.setdefault(gpu.gpu_id if lease.endpoint_id else gpu.index, []).append(worker)
+    return PoolStatus(
+        total_gpus=sum(endpoint.present for endpoint in pool.allocator.endpoints.values()),
+        available_gpus=pool.allocator.available(now),
+        active_workers=len(live),
+        blocked_workers=blocked_workers,
+        gpu_assignments=assignments,
+    )
 
 
 def gpu_metrics(pool: Pool, now: float) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.core import Event, Observed, Pool, PoolSettings, Reading, check_invariants, restore, save
+from gpu_worker_pool.models import gpu_id_in_pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -75,7 +76,7 @@ class FakeClock:
 def gpu(index: int, *, endpoint_id: str = "", **reading: Any) -> Reading:
     """A reading of an idle GPU with 80 GB, except for what you say."""
     idle: dict[str, Any] = {
-        "gpu_id": f"{endpoint_id}:{index}" if endpoint_id else str(index),
+        "gpu_id": gpu_id_in_pool(endpoint_id, index),
         "index": index,
         "name": "NVIDIA H100 80GB HBM3",
         "uuid": f"GPU-{endpoint_id or 'host'}-{index}",

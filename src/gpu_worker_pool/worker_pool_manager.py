@@ -13,12 +13,11 @@ import secrets
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime, timedelta
 from inspect import iscoroutinefunction
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from gpu_worker_pool import pool_events
+from gpu_worker_pool import pool_events, pool_metrics
 from gpu_worker_pool.clocks import LoopClock
 from gpu_worker_pool.config import EnvironmentConfigurationManager, MultiEndpointConfigurationManager
 from gpu_worker_pool.core import (
@@ -58,7 +57,7 @@ from gpu_worker_pool.errors import (
     WrongThreadError,
 )
 from gpu_worker_pool.holders import Holders, shown
-from gpu_worker_pool.models import GPUAssignment, PoolStatus, WorkerInfo, make_global_gpu_id
+from gpu_worker_pool.models import GPUAssignment, WorkerInfo, gpu_id_in_pool, make_global_gpu_id
 from gpu_worker_pool.refusals import Refusals
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.config import ConfigurationManager
     from gpu_worker_pool.core import Effect, Event, Explanation
     from gpu_worker_pool.core.wishes import Policy
-    from gpu_worker_pool.models import GPUId, GPUStats
+    from gpu_worker_pool.models import GPUStats, PoolStatus
 
 __all__ = ["StaleAssignmentError", "WorkerPoolManager", "WorkerTimeoutError"]
 
@@ -412,28 +411,8 @@ class WorkerPoolManager:
 
     def get_pool_status(self) -> PoolStatus:
         pool = self._running_pool()
-        now, wall = self._now(), datetime.now()
-        assignments: dict[GPUId, list[WorkerInfo]] = {}
-        active = 0
-        for lease in sorted(pool.leases, key=lambda lease: lease.fence):
-            if not lease.is_live:
-                continue
-            active += 1
-            holder = self._holders.get(lease.request.worker_id)
-            if holder is not None and holder.worker is not None:
-                worker = holder.worker[0]
-            else:
-                worker = WorkerInfo(lease.request.worker_id, wall - timedelta(seconds=now - lease.requested_at))
-            for gpu in lease.held:
-                name: GPUId = gpu.gpu_id if lease.endpoint_id else gpu.index
-                assignments.setdefault(name, []).append(worker)
-        return PoolStatus(
-            total_gpus=sum(endpoint.present for endpoint in pool.allocator.endpoints.values()),
-            available_gpus=pool.allocator.available(now),
-            active_workers=active,
-            blocked_workers=len(pool.queue),
-            gpu_assignments=assignments,
-        )
+        enqueued = {name: holder.worker[0] for name, holder in self._holders.items() if holder.worker is not None}
+        return pool_metrics.pool_status(pool, self._now(), len(pool.queue), enqueued)
 
     @property
     def pool(self) -> Pool:
@@ -539,7 +518,7 @@ def readings_of(stats: GPUStats, endpoint_id: str = "") -> list[Reading]:
     """What a GPU statistics server said, as the core understands it."""
     return [
         Reading(
-            gpu_id=f"{endpoint_id}:{info.gpu_id}" if endpoint_id else str(info.gpu_id),
+            gpu_id=gpu_id_in_pool(endpoint_id, info.gpu_id),
             index=info.gpu_id,
             name=info.name,
             uuid=info.uuid,

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core import PLAIN
-from gpu_worker_pool.errors import GPUWorkerPoolError
 from gpu_worker_pool.leases.lifetime import LeaseLife
 from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, LeasedGPU, StillWaiting
 
@@ -19,7 +18,7 @@ class FakeLeaseService:
     #: Request ids of those to grant; all others wait.
     granting: bool = True
     #: What is raised instead of an answer, by method.
-    failing: dict[str, GPUWorkerPoolError] = field(default_factory=dict)
+    failing: dict[str, Exception] = field(default_factory=dict)
     #: Called in the keeper's loop before anything else.
     before: Callable[[str], object] = lambda _: None
     #: Everything that was asked: method and request id.
@@ -32,7 +31,7 @@ class FakeLeaseService:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
-        sent_at = awake_or_not()
+        sent_at = boot_time()
         await asyncio.sleep(next(self.on_the_way_seconds, 0.0))
         self.polls.append((wait_seconds, may_keep))
         await self._called("acquire", ask.request_id)

@@ -10,11 +10,11 @@ import json
 import sys
 from typing import Any
 
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core import Lease, PoolSettings, Request
 from gpu_worker_pool.desk.host import HostDesk
 from gpu_worker_pool.errors import GPUWorkerPoolError
 from gpu_worker_pool.hardware.processes import name_of_this_process
-from gpu_worker_pool.hardware.sampler import boot_time
 
 
 def say(**what: Any) -> None:

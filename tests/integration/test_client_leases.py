@@ -141,11 +141,15 @@ async def test_what_the_server_can_never_give_fails_at_once(server: ServerProces
 
 async def test_many_workers_and_nobody_is_held_twice(server: ServerProcess) -> None:
     held: Counter[Any] = Counter()
-    fences: list[int] = []
+    fences: dict[Any, list[int]] = {0: [], 1: []}
 
     async def work(client: GPUWorkerPoolClient) -> None:
         for _ in range(3):
-            async with GPUContextManager(client, timeout=60) as gpu_id:
+            block = GPUContextManager(client, timeout=60)
+            async with block as gpu_id:
+                assert block.assignment is not None
+                assert block.assignment.fence is not None
+                fences[gpu_id].append(block.assignment.fence)
                 held[gpu_id] += 1
                 assert held[gpu_id] == 1
                 await asyncio.sleep(0.005)
@@ -153,7 +157,9 @@ async def test_many_workers_and_nobody_is_held_twice(server: ServerProcess) -> N
 
     async with client_of(server) as one, client_of(server) as other:
         await asyncio.gather(*(work(client) for client in (one, other) for _ in range(15)))
-    assert fences == sorted(fences)
+    every = [*fences[0], *fences[1]]
+    assert len(every) == len(set(every)) == 2 * 15 * 3
+    assert all(of_one == sorted(of_one) for of_one in fences.values()), "they grow with every grant"
 
 
 async def test_those_of_one_client_are_served_in_the_order_in_which_they_came(server: ServerProcess) -> None:
@@ -226,15 +232,57 @@ async def test_a_worker_is_told_that_its_lease_is_lost(server: ServerProcess, ca
         assert f"{assignment.worker_id} lost GPU" in caplog.text
 
 
-async def test_a_release_that_finds_it_lost_says_so(server: ServerProcess) -> None:
-    """Before a renewal could."""
-    async with client_of(server, lease_ttl=300) as client:
+async def test_a_callback_that_takes_its_time_delays_neither_renewals_nor_the_stop(server: ServerProcess) -> None:
+    is_called, may_return, told = threading.Event(), threading.Event(), []
+
+    def callback(lost: GPUAssignment) -> None:
+        is_called.set()
+        may_return.wait()
+        told.append(lost)
+
+    async with client_of(server, lease_ttl=2, on_lease_lost=callback) as client:
+        lost, kept = [await client.request_gpu() for _ in range(2)]
+        assert lost.lease_id is not None
+        take_away(server, lost.lease_id)
+        await until(is_called.is_set)
+        for _ in range(3):  # renewals
+            (before,) = leases(server)
+            await until(lambda before=before: leases(server)[0]["expires_at"] > before["expires_at"])
+        assert not kept.lost
+    assert leases(server) == []
+    assert told == []
+    may_return.set()
+    await until(lambda: told == [lost])
+    await until(lambda: "gpu-pool on_lease_lost" not in {thread.name for thread in threading.enumerate()})
+
+
+async def test_a_callback_may_stop_the_client(server: ServerProcess) -> None:
+    stopped = threading.Event()
+
+    def stop(_: GPUAssignment) -> None:
+        client.stop()
+        stopped.set()
+
+    client = sync.GPUWorkerPoolClient(server.url, lease_ttl=2, polling_interval=0.5, on_lease_lost=stop, environ={})
+    await asyncio.to_thread(client.start)
+    assignment = await asyncio.to_thread(client.request_gpu)
+    assert assignment.lease_id is not None
+    take_away(server, assignment.lease_id)
+    await until(stopped.is_set)
+
+
+async def test_releasing_what_was_taken_away_ends_nothing_of_whoever_has_it_now(server: ServerProcess) -> None:
+    """Before a renewal has found out."""
+    async with client_of(server, lease_ttl=300) as client, client_of(server) as other:
         assignment = await client.request_gpu()
         assert assignment.lease_id is not None
         take_away(server, assignment.lease_id)
-        # Whoever released it before, it has ended; what matters is that nothing is ended that is not ours.
-        await client.release_gpu(assignment)
-        await client.release_gpu(assignment)
+        both = await other.request_gpu(count=2)
+        for _ in range(2):
+            await client.release_gpu(assignment)
+        assert [lease["lease_id"] for lease in leases(server)] == [both.lease_id]
+        assert not both.lost
+        await other.release_gpu(both)
 
 
 async def test_a_block_ends_with_the_error_unless_it_has_one_of_its_own(tmp_path: Path) -> None:
@@ -361,20 +409,22 @@ async def test_a_request_cancelled_at_any_moment_leaks_nothing(server: ServerPro
 
 async def test_a_timeout_that_races_the_grant_has_one_outcome(server: ServerProcess) -> None:
     outcomes: Counter[str] = Counter()
+    delay_seconds = 0.3
     async with client_of(server) as client:
-        for turn in range(25):
+        while outcomes.total() < 20 or len(outcomes) < 2:
             held = [await client.request_gpu(timeout=10) for _ in range(2)]
-            waiting = asyncio.create_task(client.request_gpu(timeout=0.05))
-            await asyncio.sleep(0.02 + turn / 700)
+            waiting = asyncio.create_task(client.request_gpu(timeout=0.4))
+            await asyncio.sleep(delay_seconds)
             await client.release_gpu(held[0])
             try:
                 await client.release_gpu(await waiting)
                 outcomes["granted"] += 1
+                delay_seconds += 0.03  # so that it comes to be decided in one and the same moment
             except WorkerTimeoutError:
                 outcomes["timed out"] += 1
+                delay_seconds = max(delay_seconds - 0.03, 0.0)
             await client.release_gpu(held[1])
         await is_clean(server)
-    assert sum(outcomes.values()) == 25
 
 
 async def test_a_loop_that_cancels_everything_gives_everything_back(server: ServerProcess) -> None:
@@ -385,8 +435,7 @@ async def test_a_loop_that_cancels_everything_gives_everything_back(server: Serv
         async with client:
             held = [await client.request_gpu() for _ in range(2)]
             waiting = [asyncio.create_task(client.request_gpu()) for _ in range(3)]
-            await asyncio.sleep(0.1)
-            assert len(held) + len(waiting) == 5
+            await until(lambda: len(queue(server)) == len(waiting))
             asyncio.get_running_loop().call_later(0.01, asyncio.current_task().cancel)  # type: ignore[union-attr]
             await client.release_gpu(held[0])
             await asyncio.sleep(10)

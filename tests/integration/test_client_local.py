@@ -252,12 +252,16 @@ async def test_no_driver_is_told_at_once(environ: dict[str, str]) -> None:
         assert time.monotonic() - begun < 3
 
 
-async def test_a_folder_that_cannot_be_used_is_told(environ: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", [{}, {"GPU_POOL_LEASE_ID": "lease-1"}])
+async def test_a_folder_that_cannot_be_used_is_told(
+    environ: dict[str, str], inside: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     environ["GPU_POOL_STATE_DIR"] = str(tmp_path / "file" / "below")
-    async with GPUWorkerPoolClient("local://", environ=environ) as client:
+    async with GPUWorkerPoolClient("local://", environ=environ | inside) as client:
         with pytest.raises(ServiceUnavailableTimeoutError, match=r"below|file"):
             await client.request_gpu(timeout=1)
+    assert not [record for record in caplog.records if record.exc_info], "it is no bug"
 
 
 def test_what_it_cannot_be_combined_with() -> None:

@@ -20,6 +20,7 @@ import apsw
 import pytest
 from tests.waiting import eventually
 
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core import Lease, LeaseState, PoolSettings, ProcessReading, Request, Wishes
 from gpu_worker_pool.desk import desk as desk_module
 from gpu_worker_pool.desk.desk import Change, LeaseDesk, Waiting, owner_of
@@ -35,7 +36,6 @@ from gpu_worker_pool.errors import (
     UnknownLeaseError,
 )
 from gpu_worker_pool.hardware.processes import name_of_this_process
-from gpu_worker_pool.hardware.sampler import boot_time
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, MIGSample, Sample
 from gpu_worker_pool.ledger.sqlite import SQLiteLedger
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core import (
     Cancelled,
     Ended,
@@ -49,7 +50,6 @@ from gpu_worker_pool.errors import (
 from gpu_worker_pool.hardware.leasable import readings_of, vanished_devices
 from gpu_worker_pool.hardware.processes import is_gone
 from gpu_worker_pool.hardware.readers.simulated import Holder
-from gpu_worker_pool.hardware.sampler import boot_time
 from gpu_worker_pool.hardware.samples import DriverAnswer
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import HTTPException, Query, Request, Response
 
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.gpu_server import schemas
 from gpu_worker_pool.gpu_server.compression import compressed
 from gpu_worker_pool.gpu_server.dashboard.page import add_dashboard
@@ -16,7 +17,6 @@ from gpu_worker_pool.gpu_server.leases.routes import LEASE_ROUTES, add_lease_rou
 from gpu_worker_pool.gpu_server.metrics import render
 from gpu_worker_pool.gpu_server.rows import driver_facts
 from gpu_worker_pool.gpu_server.view import Answer
-from gpu_worker_pool.hardware.sampler import boot_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable

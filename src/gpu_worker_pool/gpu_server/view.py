@@ -7,9 +7,10 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.gpu_server.rows import count_body, history_row, stats_body, summary_body
 from gpu_worker_pool.hardware.readers.nvidia_smi import nvidia_smi_available
-from gpu_worker_pool.hardware.sampler import TAKE_OVER_INTERVALS, Seen, boot_time
+from gpu_worker_pool.hardware.sampler import TAKE_OVER_INTERVALS, Seen
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
 from gpu_worker_pool.hardware.visibility import Visibility, VisibilityFilter
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.hardware.readers.choose import make_reader, readings_name
 from gpu_worker_pool.hardware.sample_log import SampleLog
-from gpu_worker_pool.hardware.sampler import Sampler, boot_time
+from gpu_worker_pool.hardware.sampler import Sampler
 from gpu_worker_pool.state_directory import state_directory
 
 if TYPE_CHECKING:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.core.readings import Reading
+from gpu_worker_pool.core.wishes import names_gpu
+from gpu_worker_pool.errors import ImpossibleRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from gpu_worker_pool.core.wishes import Wishes
     from gpu_worker_pool.hardware.samples import GPUSample, MIGSample
+    from gpu_worker_pool.hardware.visibility import VisibilityFilter
 
 NO_UUID: Final = "does not tell its UUID, by which a promise would know it"
 
@@ -67,3 +72,19 @@ def vanished_devices(before: Iterable[GPUSample], now: Iterable[GPUSample]) -> t
         for device in gpu.mig_devices
         if device.uuid not in {known.uuid for known in well[gpu.identity].mig_devices}
     )
+
+
+def within_visible(wishes: Wishes, gpus: Sequence[GPUSample], visible: VisibilityFilter) -> Wishes:
+    """`CUDA_VISIBLE_DEVICES` as a wish, which hides GPUs from nobody else; `ImpossibleRequestError` where none is left.
+
+    What is visible is named, and not what is hidden: a GPU that appears later may not be had either.
+    """
+    visibility = visible.apply(gpus)
+    if not visibility.is_filtering:
+        return wishes
+    shown, only = readings_of(visibility.gpus), wishes.only
+    left = tuple(reading.gpu_id for reading in shown if only is None or any(names_gpu(name, reading) for name in only))
+    if left:
+        return replace(wishes, only=left)
+    hides = f"CUDA_VISIBLE_DEVICES={visible.value!r} hides every GPU"
+    raise ImpossibleRequestError(reasons=(f"{hides} that is wanted" if shown else f"{hides}: unset it",))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, Sample
 
@@ -35,11 +35,6 @@ SHORTEST_TURN_SECONDS = 0.01
 OTHERS_SECONDS = 15.0
 #: How long to do without the file that the samples are shared by, once it could not be used.
 REOPEN_SECONDS = 10.0
-
-
-def boot_time() -> float:
-    """Seconds since the host booted, suspended ones included."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool import pool_events
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import InvalidAssignmentError, StaleAssignmentError
 from gpu_worker_pool.holders import Holders
+from gpu_worker_pool.leases.callbacks import LossCallback
 from gpu_worker_pool.models import leased_assignment
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class AssignedLeases:
         self._now = now
         self._pool_id = pool_id
         self._want_reading = want_reading
-        self._on_lease_lost = on_lease_lost
+        self._callback = None if on_lease_lost is None else LossCallback(on_lease_lost)
         self._loop = asyncio.get_running_loop()
         #: By worker id.
         self._kept: dict[str, _Kept] = {}
@@ -104,7 +105,7 @@ class AssignedLeases:
         return assignment
 
     def _assignment(self, held: HeldLease) -> GPUAssignment:
-        now, left_seconds = datetime.now(), max(held.life.held_until - awake_or_not(), 0.0)
+        now, left_seconds = datetime.now(), max(held.life.held_until - boot_time(), 0.0)
         return leased_assignment(held, self._pool_id(held.endpoint_id), now, now + timedelta(seconds=left_seconds))
 
     # --- giving back ---
@@ -148,13 +149,18 @@ class AssignedLeases:
     # --- losing ---
 
     def lost_in_thread(self, held: HeldLease) -> None:
-        """Called in the keeper's thread, since the loop may be blocked for minutes; so is the user's callback."""
+        """Called in the keeper's thread, since the loop may be blocked for minutes."""
         holder = self._holders.get(held.ask.worker_id)
         assignment = holder() if holder is not None else None
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._lost, held)
-        if self._on_lease_lost is not None:
-            self._on_lease_lost(self._assignment(held) if assignment is None else assignment)
+        if self._callback is not None:
+            self._callback.tell(self._assignment(held) if assignment is None else assignment)
+
+    async def no_more_losses(self) -> None:
+        """The last that is awaited in the keeper's thread."""
+        if self._callback is not None:
+            self._callback.end()
 
     def _lost(self, held: HeldLease) -> None:
         kept = self._kept.get(held.ask.worker_id)

@@ -7,10 +7,12 @@ the same pool and the same words as for GPUs that are assigned in process.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core import HeldGPU, Lease, LeaseState, Pool, Request, Waiter
 from gpu_worker_pool.core.balancing import balancer_for
+from gpu_worker_pool.models import gpu_id_in_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,7 +66,8 @@ class LeaseBooks:
 
     def granted(self, held: HeldLease, endpoint_id: str, waiter: Waiter, now: float) -> Lease:
         pool = self.pool
-        names = dict.fromkeys(_name(endpoint_id, gpu.index) for gpu in held.gpus)  # two MIG devices may be of one GPU
+        name_of = partial(gpu_id_in_pool, endpoint_id)
+        names = dict.fromkeys(name_of(gpu.index) for gpu in held.gpus)  # two MIG devices may be of one GPU
         gpus = [pool.allocator.gpu(name, endpoint_id) for name in names]
         pool.fence += 1
         lease = Lease(
@@ -73,7 +76,7 @@ class LeaseBooks:
             request=waiter.request,
             endpoint_id=endpoint_id,
             gpu_ids=tuple(names),
-            held=tuple(HeldGPU(_name(endpoint_id, gpu.index), gpu.index, gpu.uuid, gpu.name) for gpu in held.gpus),
+            held=tuple(HeldGPU(name_of(gpu.index), gpu.index, gpu.uuid, gpu.name) for gpu in held.gpus),
             fence=pool.fence,  # in the order of the grants, as no two servers' fences are
             state=LeaseState.HELD,
             requested_at=waiter.enqueued_at,
@@ -123,7 +126,3 @@ def able_endpoints(allocator: GPUAllocator, wishes: Wishes, now: float) -> list[
         for endpoint in allocator.endpoints.values()
         if sum(allocator.is_eligible(gpu, wishes, now) for gpu in endpoint.gpus.values()) >= wishes.count
     ]
-
-
-def _name(endpoint_id: str, index: int) -> str:
-    return f"{endpoint_id}:{index}" if endpoint_id else str(index)

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import is_loopback_url, is_private_url
 from gpu_worker_pool.errors import (
     ImpossibleRequestError,
@@ -57,7 +57,7 @@ class HTTPLeaseService:
         timeout_seconds: float,
         api_key: str | None = None,
         allow_insecure_key: bool = False,
-        now: Callable[[], float] = awake_or_not,
+        now: Callable[[], float] = boot_time,
     ) -> None:
         self.endpoint_id = endpoint_id
         self._url = url

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.readings import Reading
 from gpu_worker_pool.core.wishes import names_gpu
 from gpu_worker_pool.errors import ImpossibleRequestError, LeaseEndedError
@@ -51,7 +51,7 @@ class InheritedLease:
         gpus = tuple(suitable[: ask.wishes.count])
         self._free = [gpu for gpu in self._free if gpu not in gpus]
         self._taken[ask.request_id] = gpus
-        life = LeaseLife(ask.ttl_seconds, awake_or_not())
+        life = LeaseLife(ask.ttl_seconds, boot_time())
         return HeldLease(self._endpoint_id, self._lease.lease_id, self._lease.fence, gpus, ask, life)
 
     def has(self, lease: HeldLease) -> bool:

@@ -16,7 +16,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.backoff import backoff_seconds
 from gpu_worker_pool.errors import (
     GPUWorkerPoolError,
@@ -196,15 +196,14 @@ class LeaseKeeper:
 
     def hold(self, service: LeaseService, lease: HeldLease) -> None:
         """From now on it is renewed, until it is released or lost."""
-        if not lease.is_inherited:
-            renewing = self._loop.create_task(self._keep_renewing(service, lease))
-            self._held[lease.ask.request_id] = (service, lease, renewing)
+        renewing = self._loop.create_task(self._keep_renewing(service, lease))
+        self._held[lease.ask.request_id] = (service, lease, renewing)
 
     async def _keep_renewing(self, service: LeaseService, lease: HeldLease) -> None:
         life = lease.life
         while not life.is_lost:
             # A third of its life after the last word that it is held.
-            due_in = life.held_until - life.ttl_seconds * 2 / 3 - awake_or_not()
+            due_in = life.held_until - life.ttl_seconds * 2 / 3 - boot_time()
             if due_in > 0:
                 await asyncio.sleep(min(due_in, LONGEST_SLEEP_SECONDS))
             else:
@@ -214,20 +213,25 @@ class LeaseKeeper:
 
     async def _renew(self, service: LeaseService, lease: HeldLease) -> None:
         """Until it is renewed or lost; whoever is asked, a try must leave time for another."""
-        life, attempt = lease.life, 0
+        life, attempt, bug = lease.life, 0, ""
         while not life.is_lost:
-            sent_at = awake_or_not()
+            sent_at = boot_time()
             seconds = min(max(life.ttl_seconds / 6, 0.5), LONGEST_RENEWAL_SECONDS, life.held_until - sent_at)
             try:
                 await service.renew(lease, timeout_seconds=max(seconds, 0.01))
             except _LOST as error:
                 life.end(End.LOST, str(error))
-            except GPUWorkerPoolError as error:
-                if attempt == 0:
+            except Exception as error:
+                if not isinstance(error, GPUWorkerPoolError):
+                    # A bug of ours: it must not end the renewals in silence, nor be told with every one of them.
+                    if repr(error) != bug:
+                        bug = repr(error)
+                        logger.exception("renewing %s failed", lease.shown)
+                elif attempt == 0:
                     logger.warning("%s could not be renewed, and is tried again: %s", lease.shown, error)
                 delay = backoff_seconds(attempt, random.random(), base=0.1, longest=life.ttl_seconds / 10)  # noqa: S311
                 attempt += 1
-                await asyncio.sleep(min(delay + 0.02, max(life.held_until - awake_or_not(), 0.0)))
+                await asyncio.sleep(min(delay + 0.02, max(life.held_until - boot_time(), 0.0)))
             else:
                 life.renewed(sent_at)
                 if attempt:
@@ -239,7 +243,7 @@ class LeaseKeeper:
         try:
             self._on_lost(lease)
         except Exception:
-            logger.exception("the callback for lost leases failed")
+            logger.exception("nobody could be told that %s is lost", lease.shown)
 
     # --- giving back ---
 
@@ -248,7 +252,7 @@ class LeaseKeeper:
         life = lease.life
         if life.is_lost:
             raise StaleAssignmentError(f"{lease.ask.worker_id} lost {lease.shown}: {life.reason}")
-        if life.end(End.RELEASED) and not lease.is_inherited:
+        if life.end(End.RELEASED):
             await self._send_release(service, lease)
 
     def let_expire(self, lease: HeldLease) -> None:

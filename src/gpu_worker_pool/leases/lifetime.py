@@ -11,7 +11,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 
 if TYPE_CHECKING:
     import asyncio
@@ -34,7 +34,7 @@ class _Ending(NamedTuple):
 class LeaseLife:
     """Shared by the assignment, which asks, and the thread that renews the lease, which tells."""
 
-    def __init__(self, ttl_seconds: float, sent_at: float, now: Callable[[], float] = awake_or_not) -> None:
+    def __init__(self, ttl_seconds: float, sent_at: float, now: Callable[[], float] = boot_time) -> None:
         """`sent_at`, on the clock `now`: when the message was sent whose answer says that the lease is held."""
         self.ttl_seconds = ttl_seconds
         self._now = now

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import LOCAL_ENDPOINT
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.events import Request
@@ -27,9 +27,9 @@ from gpu_worker_pool.errors import (
     ServiceRefusedError,
     ServiceRetryableError,
 )
+from gpu_worker_pool.hardware.leasable import within_visible
 from gpu_worker_pool.hardware.processes import name_of_this_process
 from gpu_worker_pool.hardware.readers.choose import check_backend
-from gpu_worker_pool.hardware.sampler import boot_time
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
 from gpu_worker_pool.http_client import Fetched
@@ -110,12 +110,13 @@ class LocalLeaseService:
 
     async def _fetch(self) -> Fetched:
         begun = time.monotonic()
-        host = await self._host()
-        sample = await self._good_sample(host)
+        async with self._desk_of_this_host() as host:
+            sample = await self._good_sample(host)
+            inherited = await self._inherit(host)
+            promised = {gpu_id for lease in host.desk.leases.values() for gpu_id in lease.gpu_ids}
         assert isinstance(sample.answer, DriverAnswer)  # else it is not good
-        promised = {gpu_id for lease in host.desk.leases.values() for gpu_id in lease.gpu_ids}
         gpus = self._visibility.apply(sample.answer.gpus).gpus
-        if self._settings.lease_id is not None and (inherited := await self._inherit(host)) is not None:
+        if inherited is not None:
             # There are no others for this program, and these are not somebody else's.
             gpus, promised = tuple(gpu for gpu in gpus if gpu.index in inherited.indices), set()
         stats = _stats_of(sample, gpus, promised, max(boot_time() - sample.begun_at, 0.0))
@@ -141,11 +142,11 @@ class LocalLeaseService:
     async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
         async with self._desk_of_this_host() as host:
             sample = await self._good_sample(host)
-            if self._settings.lease_id is not None and (inherited := await self._inherit(host)) is not None:
+            if (inherited := await self._inherit(host)) is not None:
                 return await inherited.take(ask, wait_seconds)
             request = self._requests.get(ask.request_id) or self._request(ask, sample)
             self._requests[ask.request_id] = request
-            sent_at = awake_or_not()
+            sent_at = boot_time()
             try:
                 found = await host.desk.acquire(request, wait_seconds=wait_seconds, may_keep=may_keep)
             except ImpossibleRequestError:
@@ -208,20 +209,9 @@ class LocalLeaseService:
 
     def _request(self, ask: LeaseAsk, sample: Sample) -> Request:
         assert isinstance(sample.answer, DriverAnswer)  # else it is not good
-        wishes, visible = ask.wishes, self._visibility.apply(sample.answer.gpus)
-        if visible.is_filtering:
-            names = _names(visible.gpus)
-            if not names:
-                shown = self._settings.visible_devices
-                raise ImpossibleRequestError(reasons=(f"CUDA_VISIBLE_DEVICES={shown!r} hides every GPU: unset it",))
-            if wishes.only is None:
-                wishes = replace(wishes, only=names)
-            else:
-                hidden = tuple(name for name in _names(sample.answer.gpus) if name not in names)
-                wishes = replace(wishes, exclude=(*wishes.exclude, *hidden))
         return Request(
             ask.request_id,
-            wishes,
+            within_visible(ask.wishes, sample.answer.gpus, self._visibility),
             ask.worker_id,
             owner=self._user,
             label=ask.label,
@@ -236,9 +226,9 @@ class LocalLeaseService:
         return HeldLease(self.endpoint_id, lease.lease_id, lease.fence, gpus, ask, life)
 
     async def _inherit(self, host: HostDesk) -> InheritedLease | None:
-        if self._inherited is None:
+        if self._inherited is None and self._settings.lease_id is not None:
             await host.desk.queue()  # by then it is known what is held
-            lease = host.desk.leases.get(self._settings.lease_id or "")
+            lease = host.desk.leases.get(self._settings.lease_id)
             if lease is None or not lease.is_live or lease.request.account != self._user:
                 lost = "GPU_POOL_LEASE_ID is %s, which is no lease of yours that lives: asking for GPUs without it"
                 logger.warning(lost, self._settings.lease_id)
@@ -246,15 +236,6 @@ class LocalLeaseService:
                 return None
             self._inherited = InheritedLease(self.endpoint_id, lease)
         return self._inherited
-
-
-def _names(gpus: Iterable[GPUSample]) -> tuple[str, ...]:
-    """What can be leased of them."""
-    return tuple(
-        name
-        for gpu in gpus
-        for name in ([device.uuid for device in gpu.mig_devices] if gpu.mig_enabled else [gpu.uuid or str(gpu.index)])
-    )
 
 
 def _stats_of(sample: Sample, gpus: Iterable[GPUSample], promised: set[str], age_seconds: float) -> GPUStats:

@@ -41,9 +41,9 @@ CANCEL_TRIES, CANCEL_SECONDS = 3, 120.0
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It is not asked again: it can never grant this, or refuses to be asked."""
+    """It is not asked again: it can never grant this, refuses to be asked, or failed in a way that nobody expected."""
 
-    error: GPUWorkerPoolError
+    error: Exception
 
 
 class Place:
@@ -109,6 +109,13 @@ class Place:
             lease = None
         except GPUWorkerPoolError as error:
             self._tell_unless_withdrawn(Failed(error))
+            return
+        except Exception as error:
+            # A bug of ours: whoever waits here must hear of it, and its server not keep a place for nobody.
+            logger.exception("asking %s for a lease failed", endpoint.endpoint_id)
+            self._tell_unless_withdrawn(Failed(error))
+            if self._was_sent:
+                await self._give_up()
             return
         if self._is_withdrawn:
             if lease is not None:

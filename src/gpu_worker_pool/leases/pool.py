@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
-from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool import pool_events
+from gpu_worker_pool import pool_events, pool_metrics
 from gpu_worker_pool.core import PLAIN, Ended, Request, RequestState, Wishes, explain_wishes
 from gpu_worker_pool.core.wishes import as_names
 from gpu_worker_pool.errors import (
@@ -31,7 +30,6 @@ from gpu_worker_pool.leases.keeper import LeaseKeeper
 from gpu_worker_pool.leases.places import Place
 from gpu_worker_pool.leases.race import Race
 from gpu_worker_pool.leases.values import LeaseAsk, wishes_at
-from gpu_worker_pool.models import PoolStatus, WorkerInfo
 from gpu_worker_pool.refusals import MOST_GPUS_TOLD, Refusals
 from gpu_worker_pool.worker_pool_manager import checked_timeout
 
@@ -42,15 +40,13 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core import PoolSettings, Waiter
     from gpu_worker_pool.core.wishes import Policy
     from gpu_worker_pool.leases.values import LeaseService
-    from gpu_worker_pool.models import GPUAssignment, GPUId
+    from gpu_worker_pool.models import GPUAssignment, PoolStatus
     from gpu_worker_pool.worker_pool_manager import WorkerPoolManager
 
 logger = logging.getLogger(__name__)
 
 #: Whoever can ask only one endpoint waits there for so long at once: enough to read a GPU again that is free.
 FIRST_WAIT_SECONDS = 0.5
-#: Leases that were lost are remembered for whoever releases them late.
-REMEMBERED_LOSSES = 1000
 
 
 class LeasePool:
@@ -140,6 +136,7 @@ class LeasePool:
     def start_keeper(self) -> LeaseKeeper:
         if self.keeper is None:
             self.keeper = LeaseKeeper(self._kept.lost_in_thread)
+            self.keeper.close_with(self._kept.no_more_losses)
             self.keeper.start()
         return self.keeper
 
@@ -360,16 +357,4 @@ class LeasePool:
         return sorted(waiters, key=lambda waiter: waiter.order)
 
     def get_pool_status(self) -> PoolStatus:
-        pool, now, wall = self.books.pool, self._manager.now, datetime.now()
-        assignments: dict[GPUId, list[WorkerInfo]] = {}
-        for lease in pool.leases:
-            worker = WorkerInfo(lease.request.worker_id, wall - timedelta(seconds=now - lease.requested_at))
-            for gpu in {gpu.gpu_id: gpu for gpu in lease.held}.values():
-                assignments.setdefault(gpu.gpu_id if lease.endpoint_id else gpu.index, []).append(worker)
-        return PoolStatus(
-            total_gpus=sum(endpoint.present for endpoint in pool.allocator.endpoints.values()),
-            available_gpus=pool.allocator.available(now),
-            active_workers=len(pool.leases),
-            blocked_workers=len(self.waiting),
-            gpu_assignments=assignments,
-        )
+        return pool_metrics.pool_status(self.books.pool, self._manager.now, len(self.waiting))

@@ -11,7 +11,7 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import ServiceRetryableError
 from gpu_worker_pool.leases.lifetime import LeaseLife
 from gpu_worker_pool.replies import cleaned
@@ -70,8 +70,6 @@ class HeldLease:
     gpus: tuple[LeasedGPU, ...]
     ask: LeaseAsk
     life: LeaseLife = field(repr=False, compare=False)
-    #: Somebody else's, under which this program runs: neither renewed nor released here.
-    is_inherited: bool = False
 
     @property
     def shown(self) -> str:
@@ -136,7 +134,7 @@ def read_waiting(reply: object) -> StillWaiting:
 
 
 def read_lease(
-    reply: object, endpoint_id: str, ask: LeaseAsk, sent_at: float, now: Callable[[], float] = awake_or_not
+    reply: object, endpoint_id: str, ask: LeaseAsk, sent_at: float, now: Callable[[], float] = boot_time
 ) -> HeldLease:
     """A `ServiceRetryableError` for what is no lease: it can be asked for again, and given back by its request's id."""
     if not isinstance(reply, dict):

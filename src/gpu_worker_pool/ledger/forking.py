@@ -8,13 +8,13 @@ where it takes too long, the child is kept away from the file altogether.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
 from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakSet
 
+from gpu_worker_pool import forks
 from gpu_worker_pool.errors import LedgerUnavailableError
 
 if TYPE_CHECKING:
@@ -83,8 +83,7 @@ def _in_child() -> None:
         if is_at_rest:
             file.connection.close()
         else:
-            # Not even collected as garbage, also when the interpreter ends: that would close it.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(file.connection))
+            forks.leave_alone(file.connection)  # even to collect it as garbage would close it
             _never_to_open.add(file.path)
     if is_opened:
         OPENING.release()

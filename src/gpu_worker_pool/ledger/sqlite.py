@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core import (
     Cancelled,
     Effect,
@@ -37,7 +38,6 @@ from gpu_worker_pool.core import (
 )
 from gpu_worker_pool.errors import IllegalEventError, LedgerUnavailableError
 from gpu_worker_pool.hardware.processes import boot_id as id_of_this_boot
-from gpu_worker_pool.hardware.sampler import boot_time
 from gpu_worker_pool.ledger import Committed, Question, Tell, tell_of
 from gpu_worker_pool.ledger.file import LedgerFile
 from gpu_worker_pool.ledger.noting import NotingDict

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from gpu_worker_pool.core.readings import ProcessReading
-from gpu_worker_pool.hardware.leasable import NO_UUID, readings_of, vanished_devices
+from gpu_worker_pool.core.wishes import PLAIN, Wishes
+from gpu_worker_pool.errors import ImpossibleRequestError
+from gpu_worker_pool.hardware.leasable import NO_UUID, readings_of, vanished_devices, within_visible
 from gpu_worker_pool.hardware.samples import GPUSample, MIGSample
+from gpu_worker_pool.hardware.visibility import VisibilityFilter
 
 OUTSIDER = ProcessReading(7, 1.0, "notebook")
 WHOLE = GPUSample(
@@ -70,3 +75,47 @@ def test_a_device_ceased_to_exist_if_its_gpu_is_there_and_well_and_does_not_have
     assert vanished_devices([], [SPLIT]) == ()
     renumbered = replace(without_a, index=0)
     assert vanished_devices([SPLIT], [WHOLE, renumbered]) == ("MIG-a",)
+
+
+# --- CUDA_VISIBLE_DEVICES as a wish ---
+
+NAMELESS = replace(WHOLE, index=5, uuid=None)
+HOST = (WHOLE, SPLIT, NAMELESS)
+
+
+@pytest.mark.parametrize(
+    ("value", "only", "left"),
+    [
+        (None, None, None),
+        (None, ("2",), ("2",)),
+        ("2,5", None, ("GPU-whole", "gpu-5")),
+        ("3", None, ("MIG-a", "MIG-b")),
+        ("MIG-b", None, ("MIG-b",)),
+        ("2,3", ("3", "5"), ("MIG-a", "MIG-b")),
+        ("2,3", ("GPU-wh",), ("GPU-whole",)),
+        ("7", None, None),
+    ],
+)
+def test_what_is_visible_is_asked_for_by_the_names_that_it_is_leased_by(
+    value: str | None, only: tuple[str, ...] | None, left: tuple[str, ...] | None
+) -> None:
+    wishes = within_visible(Wishes(only=only, exclude=("4",)), HOST, VisibilityFilter(value))
+    assert (wishes.only, wishes.exclude) == (left, ("4",))
+
+
+def test_a_split_gpu_is_never_named_as_a_whole_also_if_it_does_not_say_that_it_is_split() -> None:
+    host = (WHOLE, replace(SPLIT, mig_enabled=None))
+    assert within_visible(PLAIN, host, VisibilityFilter("3")).only == ("MIG-a", "MIG-b")
+
+
+@pytest.mark.parametrize(
+    ("value", "only", "reason"),
+    [
+        ("-1", None, "CUDA_VISIBLE_DEVICES='-1' hides every GPU: unset it"),
+        ("2", ("3",), "CUDA_VISIBLE_DEVICES='2' hides every GPU that is wanted"),
+    ],
+)
+def test_where_nothing_is_left_it_can_never_be_granted(value: str, only: tuple[str, ...] | None, reason: str) -> None:
+    with pytest.raises(ImpossibleRequestError) as caught:
+        within_visible(Wishes(only=only), HOST, VisibilityFilter(value))
+    assert caught.value.reasons == (reason,)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from tests.waiting import eventually
 
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.sample_log import SampleLog
-from gpu_worker_pool.hardware.sampler import Sampler, boot_time
+from gpu_worker_pool.hardware.sampler import Sampler
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, Sample
 
 INTERVAL = 0.05

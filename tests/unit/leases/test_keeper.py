@@ -15,7 +15,7 @@ import pytest
 from tests.fakes.lease_service import FakeLeaseService, ask_for
 from tests.waiting import eventually
 
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import (
     LeaseEndedError,
     NetworkRetryableError,
@@ -47,7 +47,7 @@ def keeper(lost: list[tuple[HeldLease, str]]) -> Iterator[LeaseKeeper]:
 
 
 def hold(keeper: LeaseKeeper, service: FakeLeaseService, ttl_seconds: float = 60.0) -> HeldLease:
-    lease = service.lease(ask_for(ttl_seconds), awake_or_not())
+    lease = service.lease(ask_for(ttl_seconds), boot_time())
     keeper.call(keeper.hold, service, lease)
     return lease
 
@@ -89,7 +89,7 @@ def test_it_is_lost_one_ttl_after_the_last_renewal(keeper: LeaseKeeper, lost: li
 def test_its_server_s_word_counts_at_once(
     keeper: LeaseKeeper, lost: list[tuple[HeldLease, str]], error: Exception
 ) -> None:
-    service = FakeLeaseService(failing={"renew": error})  # type: ignore[dict-item]
+    service = FakeLeaseService(failing={"renew": error})
     lease = hold(keeper, service, ttl_seconds=1.2)
     eventually(lambda: lost, within_seconds=1.0)
     assert service.count("renew") == 1
@@ -107,6 +107,19 @@ def test_a_refusal_that_is_not_the_ledger_s_is_no_loss(keeper: LeaseKeeper, lost
     assert lost == []
 
 
+def test_a_renewal_that_fails_as_nobody_expected_is_told_once_and_tried_again(
+    keeper: LeaseKeeper, lost: list[tuple[HeldLease, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    service = FakeLeaseService(failing={"renew": ZeroDivisionError("oops")})
+    kept, lease = hold(keeper, service, ttl_seconds=60.0), hold(keeper, service, ttl_seconds=1.0)
+    eventually(lambda: lost)
+    assert lost == [(lease, "gpu-pool leases")]
+    assert service.count("renew") >= 3
+    assert not kept.life.is_lost
+    (bug,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert bug.getMessage() == f"renewing {lease.shown} failed"
+
+
 def test_one_that_answers_slowly_delays_no_other(keeper: LeaseKeeper) -> None:
     slow, quick = FakeLeaseService(delay_seconds=30.0), FakeLeaseService()
     for _ in range(20):
@@ -116,7 +129,7 @@ def test_one_that_answers_slowly_delays_no_other(keeper: LeaseKeeper) -> None:
     assert not lease.life.is_lost
 
 
-def test_a_callback_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_whoever_is_told_of_losses_and_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     def fail(_: HeldLease) -> None:
         raise ZeroDivisionError
 
@@ -125,7 +138,7 @@ def test_a_callback_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) ->
     service = FakeLeaseService(failing={"renew": LeaseEndedError("gone")})
     leases = [hold(keeper, service, ttl_seconds=0.6) for _ in range(2)]
     eventually(lambda: all(lease.life.has_ended for lease in leases))
-    eventually(lambda: caplog.text.count("callback for lost leases failed") == 2)
+    eventually(lambda: caplog.text.count("nobody could be told") == 2)
     keeper.want_stop().result(timeout=10)
     keeper.join()
 

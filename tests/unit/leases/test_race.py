@@ -125,6 +125,21 @@ async def test_all_are_waited_at_and_the_first_grant_wins(track: Track) -> None:
     await track.is_clean("c")
 
 
+async def test_what_fails_as_nobody_expected_is_told_and_the_others_are_waited_at(
+    track: Track, caplog: pytest.LogCaptureFixture
+) -> None:
+    track.services["a"].failing["acquire"] = ZeroDivisionError("oops")
+    track.busy("b")
+    running = asyncio.create_task(track.race("a", "b").run())
+    await until(lambda: track.endpoints["b"].waiting)
+    track.grant("b")
+    assert (await running).name == "b"
+    await until(lambda: track.services["a"].count("cancel") == 1)
+    assert caplog.messages == ["asking a for a lease failed"]
+    with pytest.raises(ZeroDivisionError, match="oops"):
+        await track.race("a").run()
+
+
 async def test_a_second_grant_is_given_back(track: Track) -> None:
     track.busy("a", "b", "c")
     for _ in range(10):

@@ -20,11 +20,11 @@ from gpu_worker_pool.cli.checking.settings_list import all_settings
 from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local, local_backend
 from gpu_worker_pool.cli.keys import allows_insecure_key
 from gpu_worker_pool.cli.local_state import is_private, local_state_directory, privacy_warning
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import MultiEndpointConfigurationManager, is_loopback_url, is_private_url
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.errors import DriverError, GPUWorkerPoolError, LedgerUnavailableError, ServiceRefusedError
 from gpu_worker_pool.hardware.readers.choose import make_reader
-from gpu_worker_pool.hardware.sampler import boot_time
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
 from gpu_worker_pool.ledger.host import open_host_ledger
 

@@ -20,11 +20,11 @@ from gpu_worker_pool.cli.showing import hosts_view
 from gpu_worker_pool.cli.showing.http_host import open_http_host
 from gpu_worker_pool.cli.showing.looking import Seen
 from gpu_worker_pool.cli.tables import is_pretty, print_line
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import EndpointConfig
 from gpu_worker_pool.core.wishes import PLAIN
 from gpu_worker_pool.errors import DriverError, GPUWorkerPoolError
 from gpu_worker_pool.hardware.readers.choose import make_reader
-from gpu_worker_pool.hardware.sampler import boot_time
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

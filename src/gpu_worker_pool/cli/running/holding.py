@@ -10,7 +10,7 @@ import asyncio
 import random
 from typing import TYPE_CHECKING, Final
 
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.backoff import backoff_seconds
 from gpu_worker_pool.errors import GPUWorkerPoolError, LeaseEndedError, NotYourLeaseError, UnknownLeaseError
 
@@ -49,7 +49,7 @@ class Holding:
     async def keep(self) -> None:
         """Until it is lost for good; cancel it before."""
         while True:
-            due_in = self._held_until - self._ttl_seconds + self._renew_seconds - awake_or_not()
+            due_in = self._held_until - self._ttl_seconds + self._renew_seconds - boot_time()
             if due_in > 0:
                 await asyncio.sleep(min(due_in, LONGEST_SLEEP_SECONDS))
             elif not await self._renew():
@@ -59,7 +59,7 @@ class Holding:
         """Whether it is still, or again, worth keeping."""
         attempt = 0
         while True:
-            sent_at = awake_or_not()
+            sent_at = boot_time()
             seconds = min(max(self._ttl_seconds / 6, 0.5), LONGEST_RENEWAL_SECONDS)
             try:
                 async with asyncio.timeout(seconds + 1.0):
@@ -78,7 +78,7 @@ class Holding:
             await asyncio.sleep(pause + 0.05)
 
     def _failed(self, error: Exception) -> None:
-        now = awake_or_not()
+        now = boot_time()
         if self._failing_since is None:
             self._failing_since = now
         if not self._has_told and now - self._failing_since >= min(UNTOLD_SECONDS, self._ttl_seconds / 3):

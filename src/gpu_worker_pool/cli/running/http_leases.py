@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gpu_worker_pool.cli.keys import Tokens, allows_insecure_key
 from gpu_worker_pool.cli.running.values import Held, HeldGPU, Waiting, inside_a_smaller_lease
 from gpu_worker_pool.cli.showing.http_host import HTTPHost
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.http_client import make_session
 from gpu_worker_pool.leases.http import HTTPLeaseService
 from gpu_worker_pool.leases.values import HeldLease, LeaseAsk
@@ -51,7 +51,7 @@ class HTTPLeases:
         if self._kept != ask.request_id:
             self._kept = ask.request_id
             self._tokens.keep(ask)
-        sent_at = awake_or_not()
+        sent_at = boot_time()
         answer = await self._service.acquire(_as_client_asks(ask), wait_seconds=wait_seconds, may_keep=may_keep)
         if not isinstance(answer, HeldLease):
             return Waiting(answer.position, answer.reasons)
@@ -84,7 +84,7 @@ class HTTPLeases:
         gpus = tuple(HeldGPU(int(gpu["gpu_id"]), gpu["uuid"], str(gpu["name"])) for gpu in row["gpus"])
         if ask.wishes.count > len(gpus):
             raise inside_a_smaller_lease(self._inherited_lease_id, len(gpus))
-        return Held(self.endpoint_id, self._inherited_lease_id, gpus, ask, awake_or_not(), is_inherited=True)
+        return Held(self.endpoint_id, self._inherited_lease_id, gpus, ask, boot_time(), is_inherited=True)
 
 
 def _as_client_asks(ask: Ask) -> LeaseAsk:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.cli.running.values import Held, HeldGPU, Waiting, inside_a_smaller_lease
 from gpu_worker_pool.cli.visible import within_visible_devices
-from gpu_worker_pool.clocks import awake_or_not
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.core.settings import PoolSettings
@@ -17,7 +17,6 @@ from gpu_worker_pool.desk.desk import LeaseDesk
 from gpu_worker_pool.desk.host import HostDesk
 from gpu_worker_pool.errors import ServiceRefusedError, ServiceRetryableError
 from gpu_worker_pool.hardware.processes import is_gone, name_of_this_process
-from gpu_worker_pool.hardware.sampler import boot_time
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
 from gpu_worker_pool.ledger.host import open_host_ledger
 
@@ -69,7 +68,7 @@ class LocalLeaseService:
         await self._until_the_dead_are_noticed(host)
         if self._inherited_lease_id and (inherited := await self._inherited(host, ask)) is not None:
             return inherited
-        sent_at = awake_or_not()
+        sent_at = boot_time()
         if self._request is None or self._request.request_id != ask.request_id:
             self._request = self._make_request(ask, gpus)
         found = await host.desk.acquire(self._request, wait_seconds=wait_seconds, may_keep=may_keep)
@@ -159,9 +158,9 @@ class LocalLeaseService:
         self._is_first_over = True
         desk = host.desk
         await desk.queue()  # by then it is known what is held
-        deadline = awake_or_not() + DEAD_SECONDS
+        deadline = boot_time() + DEAD_SECONDS
         while any(is_gone(lease.request.process) for lease in desk.leases.values() if lease.request.process):
-            if awake_or_not() > deadline:
+            if boot_time() > deadline:
                 return
             await asyncio.sleep(0.02)
 
@@ -179,7 +178,7 @@ class LocalLeaseService:
             return None
         if ask.wishes.count > len(lease.held):
             raise inside_a_smaller_lease(lease.lease_id, len(lease.held))
-        return _held(lease, ask, awake_or_not(), is_inherited=True)
+        return _held(lease, ask, boot_time(), is_inherited=True)
 
 
 def _held(lease: Lease, ask: Ask, sent_at: float, *, is_inherited: bool = False) -> Held:

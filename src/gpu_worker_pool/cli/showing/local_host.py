@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpu_worker_pool.cli.endpoints import local_backend
 from gpu_worker_pool.cli.local_state import local_state_directory
 from gpu_worker_pool.cli.visible import within_visible_devices
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.explanation import explain_wishes
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.desk.host import HostDesk
@@ -22,7 +23,6 @@ from gpu_worker_pool.errors import (
 )
 from gpu_worker_pool.gpu_server.leases.bodies import explanation_body, lease_row, promise, queue_row
 from gpu_worker_pool.gpu_server.rows import stats_body
-from gpu_worker_pool.hardware.sampler import boot_time
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
 
 if TYPE_CHECKING:

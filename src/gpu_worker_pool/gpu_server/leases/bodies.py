@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from gpu_worker_pool.hardware.sampler import boot_time
+from gpu_worker_pool.clocks import boot_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable
