@@ -191,7 +191,24 @@ def test_inside_a_lease_it_does_not_wait_for_itself(programs: Programs) -> None:
     assert programs.leases() == []
     more = programs.call("run", "--", "gpu-pool", "run", "-n", "2", "--", "true")
     assert more.returncode == 65
-    assert "this runs inside lease" in more.stderr
+    assert "this program runs inside lease" in more.stderr
+
+
+def test_inside_a_lease_nobody_gets_more_than_was_asked_for_nor_what_it_has_not(programs: Programs) -> None:
+    programs.environment["GPU_BACKEND"] = "simulated:3"
+    show = "-- sh -c 'echo $CUDA_VISIBLE_DEVICES'"
+    script = (
+        f"echo $CUDA_VISIBLE_DEVICES; gpu-pool run {show}; gpu-pool run -n 2 {show}; gpu-pool run --exclude 1 {show}; "
+        "gpu-pool run --model H100 -- true; echo $?; gpu-pool run --only 0 -- true; echo $?"
+    )
+    done = programs.call("run", "-n", "2", "--only", "1,2", "--", "sh", "-c", script)
+    both, one, again, other, model, only = done.stdout.splitlines()
+    assert one == both.split(",")[0]
+    assert again == both
+    assert other == "2"
+    assert (model, only) == ("65", "65")
+    assert "has not what is asked for (one H100 GPU)" in done.stderr
+    assert "has not what is asked for (one GPU, only 0)" in done.stderr
 
 
 def test_visible_devices_are_a_wish(programs: Programs) -> None:

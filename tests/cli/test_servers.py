@@ -78,11 +78,18 @@ def test_a_run_and_what_is_shown_of_it(programs: Programs, server: ServerProcess
 
 
 def test_inside_a_lease_it_does_not_wait_for_itself(programs: Programs) -> None:
-    inner = "gpu-pool run --no-wait -- sh -c 'echo $GPU_POOL_LEASE_ID $CUDA_VISIBLE_DEVICES'"
-    done = programs.call("run", "-n", "2", "--", "sh", "-c", f"echo $GPU_POOL_LEASE_ID $CUDA_VISIBLE_DEVICES; {inner}")
+    show = "sh -c 'echo $GPU_POOL_LEASE_ID $CUDA_VISIBLE_DEVICES'"
+    script = (
+        f"{show}; gpu-pool run --no-wait -n 2 -- {show}; gpu-pool run --no-wait -- {show}; "
+        "gpu-pool run --model H100 -- true; echo $?"
+    )
+    done = programs.call("run", "-n", "2", "--", "sh", "-c", script)
     assert done.returncode == 0, done.stderr
-    outside, inside = done.stdout.splitlines()
-    assert outside == inside
+    outside, both, one, impossible = done.stdout.splitlines()
+    assert both == outside
+    assert one == outside.split(",")[0]
+    assert impossible == "65"
+    assert "has not what is asked for (one H100 GPU)" in done.stderr
     assert programs.leases() == []
 
 

@@ -7,11 +7,12 @@ import os
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.cli.keys import Tokens, allows_insecure_key
-from gpu_worker_pool.cli.running.values import Held, HeldGPU, Waiting, inside_a_smaller_lease
+from gpu_worker_pool.cli.running.values import Held, HeldGPU, Waiting
 from gpu_worker_pool.cli.showing.http_host import HTTPHost
 from gpu_worker_pool.clocks import awake_or_not
 from gpu_worker_pool.http_client import make_session
 from gpu_worker_pool.leases.http import HTTPLeaseService
+from gpu_worker_pool.leases.suitable import check_suitable
 from gpu_worker_pool.leases.values import HeldLease, LeaseAsk
 
 if TYPE_CHECKING:
@@ -81,9 +82,8 @@ class HTTPLeases:
         if row is None or row.get("state") != "held" or self._tokens.of(str(row.get("request_id"))) is None:
             self._inherited_lease_id = ""
             return None
-        gpus = tuple(HeldGPU(int(gpu["gpu_id"]), gpu["uuid"], str(gpu["name"])) for gpu in row["gpus"])
-        if ask.wishes.count > len(gpus):
-            raise inside_a_smaller_lease(self._inherited_lease_id, len(gpus))
+        every = [HeldGPU(int(gpu["gpu_id"]), gpu["uuid"], str(gpu["name"])) for gpu in row["gpus"]]
+        gpus = tuple(check_suitable(self._inherited_lease_id, every, ask.wishes)[: ask.wishes.count])
         return Held(self.endpoint_id, self._inherited_lease_id, gpus, ask, awake_or_not(), is_inherited=True)
 
 

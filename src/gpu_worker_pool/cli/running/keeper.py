@@ -171,7 +171,7 @@ class _Keeper:
             "granted",
             lease_id=lease.lease_id,
             endpoint=lease.endpoint_id,
-            gpus=[{"gpu_id": gpu.number, "uuid": gpu.uuid, "name": gpu.name} for gpu in lease.gpus],
+            gpus=[{"gpu_id": gpu.index, "uuid": gpu.uuid, "name": gpu.name} for gpu in lease.gpus],
             is_inherited=lease.is_inherited,
         )
         resting = asyncio.create_task(_rest_soon(service))

@@ -7,7 +7,7 @@ import os
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
-from gpu_worker_pool.cli.running.values import Held, HeldGPU, Waiting, inside_a_smaller_lease
+from gpu_worker_pool.cli.running.values import Held, HeldGPU, Waiting
 from gpu_worker_pool.cli.visible import within_visible_devices
 from gpu_worker_pool.clocks import awake_or_not
 from gpu_worker_pool.core.assignments import Lease
@@ -19,6 +19,7 @@ from gpu_worker_pool.errors import ServiceRefusedError, ServiceRetryableError
 from gpu_worker_pool.hardware.processes import is_gone, name_of_this_process
 from gpu_worker_pool.hardware.sampler import boot_time
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
+from gpu_worker_pool.leases.suitable import check_suitable
 from gpu_worker_pool.ledger.host import open_host_ledger
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class LocalLeaseService:
             self._request = self._make_request(ask, gpus)
         found = await host.desk.acquire(self._request, wait_seconds=wait_seconds, may_keep=may_keep)
         if isinstance(found, Lease):
-            return _held(found, ask, sent_at)
+            return Held("local", found.lease_id, _gpus_of(found), ask, sent_at)
         return Waiting(found.position, found.reasons)
 
     async def rest(self) -> None:
@@ -177,11 +178,9 @@ class LocalLeaseService:
         lease = host.desk.leases.get(self._inherited_lease_id or "")
         if lease is None or not lease.is_live or lease.request.account != local_user():
             return None
-        if ask.wishes.count > len(lease.held):
-            raise inside_a_smaller_lease(lease.lease_id, len(lease.held))
-        return _held(lease, ask, awake_or_not(), is_inherited=True)
+        gpus = tuple(check_suitable(lease.lease_id, _gpus_of(lease), ask.wishes)[: ask.wishes.count])
+        return Held("local", lease.lease_id, gpus, ask, awake_or_not(), is_inherited=True)
 
 
-def _held(lease: Lease, ask: Ask, sent_at: float, *, is_inherited: bool = False) -> Held:
-    gpus = tuple(HeldGPU(held.index, held.uuid, held.name) for held in lease.held)
-    return Held("local", lease.lease_id, gpus, ask, sent_at, is_inherited)
+def _gpus_of(lease: Lease) -> tuple[HeldGPU, ...]:
+    return tuple(HeldGPU(held.index, held.uuid, held.name) for held in lease.held)

@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from gpu_worker_pool.errors import ImpossibleRequestError
-
 if TYPE_CHECKING:
     from gpu_worker_pool.core.wishes import Wishes
 
@@ -29,8 +27,9 @@ class Ask:
         return replace(self, request_id=os.urandom(16).hex(), token=os.urandom(24).hex())
 
 
-class HeldGPU(NamedTuple):
-    number: int
+@dataclass(frozen=True)
+class HeldGPU:
+    index: int
     uuid: str | None
     name: str
 
@@ -46,12 +45,6 @@ class Held(NamedTuple):
     sent_at: float
     #: The one inside which this runs: neither renewed nor released here.
     is_inherited: bool = False
-
-
-def inside_a_smaller_lease(lease_id: str, count: int) -> ImpossibleRequestError:
-    held = f"{count} GPU{'s' if count > 1 else ''}"
-    reason = f"this runs inside lease {lease_id}, which has {held}: ask for all of them outside"
-    return ImpossibleRequestError(reasons=(reason,))
 
 
 class Waiting(NamedTuple):
