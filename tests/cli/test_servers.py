@@ -93,6 +93,21 @@ def test_inside_a_lease_it_does_not_wait_for_itself(programs: Programs) -> None:
     assert programs.leases() == []
 
 
+def test_however_a_request_ends_its_secret_is_forgotten(programs: Programs) -> None:
+    kept = Path(programs.environment["XDG_STATE_HOME"]) / "gpu-pool" / "requests"
+    assert programs.call("run", "--", "sh", "-c", f"ls {kept} | grep -c request-").stdout == "1\n"
+    assert list(kept.iterdir()) == []
+    assert programs.call("run", "--model", "H100", "--", "true").returncode == 65
+    programs.holding("-n", "2")
+    assert programs.call("run", "--no-wait", "--", "true").returncode == 75
+    waiting = programs.start("run", "--", "true")
+    (row,) = eventually(programs.waiting)
+    assert programs.call("release", row["request_id"]).returncode == 0
+    assert waiting.wait(10) == 1
+    (held,) = programs.leases()
+    assert [path.name for path in kept.iterdir()] == [f"request-{held['request_id']}"]
+
+
 def test_a_server_that_is_away_while_the_command_runs(brave: Programs, mortal: ServerProcess) -> None:
     process = brave.holding("--ttl", "12s")
     mortal.kill()

@@ -20,8 +20,21 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.cli.running.values import Ask
     from gpu_worker_pool.config import EndpointConfig, MultiEndpointConfigurationManager
+    from gpu_worker_pool.leases.values import LeaseService
 
 _sessions: list[aiohttp.ClientSession] = []
+
+
+def http_leases(endpoint: EndpointConfig, environment: MultiEndpointConfigurationManager) -> HTTPLeases:
+    service = HTTPLeaseService(
+        endpoint.endpoint_id,
+        endpoint.url,
+        _session,
+        timeout_seconds=environment.get_endpoint_timeout(),
+        api_key=environment.get_api_key(),
+        allow_insecure_key=allows_insecure_key(),
+    )
+    return HTTPLeases(endpoint, service, Tokens(), os.environ.get("GPU_POOL_LEASE_ID", "").strip())
 
 
 class HTTPLeases:
@@ -29,28 +42,25 @@ class HTTPLeases:
 
     longest_silence_seconds = math.inf
 
-    def __init__(self, endpoint: EndpointConfig, environment: MultiEndpointConfigurationManager) -> None:
+    def __init__(
+        self, endpoint: EndpointConfig, service: LeaseService, tokens: Tokens, inherited_lease_id: str = ""
+    ) -> None:
         self.endpoint_id = endpoint.endpoint_id
-        self._service = HTTPLeaseService(
-            endpoint.endpoint_id,
-            endpoint.url,
-            _session,
-            timeout_seconds=environment.get_endpoint_timeout(),
-            api_key=environment.get_api_key(),
-            allow_insecure_key=allows_insecure_key(),
-        )
+        self._service = service
         self._endpoint = endpoint
-        self._inherited_lease_id = os.environ.get("GPU_POOL_LEASE_ID", "").strip()
-        self._tokens = Tokens()
-        self._kept = ""
+        self._inherited_lease_id = inherited_lease_id
+        self._tokens = tokens
+        #: The one request whose token is kept; an earlier one has ended.
+        self._kept: Ask | None = None
         #: By lease id, as the client knows them.
         self._leases: dict[str, HeldLease] = {}
 
     async def acquire(self, ask: Ask, *, wait_seconds: float, may_keep: bool) -> Held | Waiting:
         if self._inherited_lease_id and (inherited := await self._inherited(ask)) is not None:
             return inherited
-        if self._kept != ask.request_id:
-            self._kept = ask.request_id
+        if self._kept != ask:
+            self.forget()
+            self._kept = ask
             self._tokens.keep(ask)
         sent_at = awake_or_not()
         answer = await self._service.acquire(_as_client_asks(ask), wait_seconds=wait_seconds, may_keep=may_keep)
@@ -65,14 +75,18 @@ class HTTPLeases:
 
     async def renew(self, lease: Held, *, timeout_seconds: float) -> None:
         await self._service.renew(self._leases[lease.lease_id], timeout_seconds=timeout_seconds)
+        self._tokens.refresh(lease.ask)
 
     async def release(self, lease: Held) -> None:
-        self._tokens.forget(lease.ask)
         await self._service.release(self._leases[lease.lease_id])
 
     async def cancel(self, ask: Ask) -> None:
-        self._tokens.forget(ask)
         await self._service.cancel(_as_client_asks(ask))
+
+    def forget(self) -> None:
+        if self._kept is not None:
+            self._tokens.forget(self._kept)
+            self._kept = None
 
     async def _inherited(self, ask: Ask) -> Held | None:
         """Whoever runs inside a lease has it already, and must not wait for itself."""

@@ -65,6 +65,7 @@ class _Keeper:
         self._asked = asked
         self._command_pid: int | None = None
         self._summary = ""
+        self._services: list[Service] = []
         #: Nobody wants the GPU any more: it was said so, or whoever could has gone.
         self._is_over = asyncio.Event()
         #: `gpu-pool` itself has gone, without saying anything.
@@ -88,6 +89,9 @@ class _Keeper:
         else:
             if found is not None:
                 await self._hold(*found)
+        finally:
+            for service in self._services:
+                service.forget()
 
     # --- what is heard ---
 
@@ -123,8 +127,10 @@ class _Keeper:
     async def _ask(self) -> tuple[Service, Held] | None:
         """None if nobody wants it any more."""
         patience = self._asked.patience
+        asks = asks_for(self._asked)
+        self._services = [service for service, _ in asks]
         asking = asyncio.create_task(
-            Asking(asks_for(self._asked), self._tell_waiting, self._tell_trouble).lease(
+            Asking(asks, self._tell_waiting, self._tell_trouble).lease(
                 patience.timeout_seconds, is_no_wait=patience.is_none
             )
         )
@@ -184,7 +190,10 @@ class _Keeper:
             await asyncio.wait([keeping])
             if is_clean:
                 await self._give_back(service, lease)
-            # Else it is left to expire: its GPU is in quarantine then, until nothing is seen of what still runs.
+            else:
+                # It is left to expire: its GPU is in quarantine then, until nothing is seen of what still runs. Until
+                # then its owner may still end it, who may know better.
+                self._services.remove(service)
 
     def _tell(self, text: str) -> None:
         self._channel.send("told", text=text)

@@ -88,6 +88,6 @@ def _service(endpoint: EndpointConfig, environment: MultiEndpointConfigurationMa
             local_backend(), str(directory), inherited_lease_id=os.environ.get("GPU_POOL_LEASE_ID")
         )
     # HTTP takes longer to load than all the rest: it is not for those who need none.
-    from gpu_worker_pool.cli.running.http_leases import HTTPLeases
+    from gpu_worker_pool.cli.running.http_leases import http_leases
 
-    return HTTPLeases(endpoint, environment)
+    return http_leases(endpoint, environment)

@@ -77,3 +77,6 @@ class Service(Protocol):
 
     async def cancel(self, ask: Ask) -> None:
         """Give up a place, or, if it was granted in this instant, the lease; harmless if there is neither."""
+
+    def forget(self) -> None:
+        """What was noted of a request so that another `gpu-pool` might end it: it has ended."""
