@@ -157,6 +157,24 @@ def test_the_same_is_not_said_twice_and_nothing_where_silence_is_wanted(programs
     assert quiet.err == ""
 
 
+def test_a_ledger_that_is_gone_is_told_once(programs: Programs) -> None:
+    process = programs.holding("--ttl", "3s")
+    keeper, _ = children_of(process.pid)
+
+    def rests() -> bool:
+        """Whoever has had a GPU for a while opens the ledger for a moment only."""
+        return not any(".db" in str(each.readlink()) for each in Path(f"/proc/{keeper}/fd").iterdir())
+
+    eventually(rests)
+    state = programs.folder / "state"
+    state.rename(programs.folder / "away")
+    state.write_text("not a folder")
+    eventually(lambda: "the lease is lost: it could not be renewed for 3 s" in process.err)
+    assert process.err.count("File exists") == 1, process.err
+    process.terminate()
+    process.wait(20)
+
+
 def test_the_gpu_is_free_when_run_returns(programs: Programs) -> None:
     for _ in range(5):
         assert programs.call("run", "--no-wait", "--", "true").returncode == 0

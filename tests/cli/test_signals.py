@@ -43,6 +43,29 @@ def test_sent_to_the_whole_group_it_comes_once_all_the_same(programs: Programs) 
     assert programs.leases() == []
 
 
+def test_however_late_the_keeper_is_it_comes_once(programs: Programs) -> None:
+    process, log = programs.listening(ends=["SIGTERM"])
+    keeper, _ = children_of(process.pid)
+    os.kill(keeper, signal.SIGSTOP)
+    os.killpg(process.pid, signal.SIGUSR1)
+    time.sleep(0.5)  # in which it cannot say that it got the signal, too
+    os.kill(keeper, signal.SIGCONT)
+    os.kill(process.pid, signal.SIGUSR2)
+    eventually(lambda: "SIGUSR2" in signals_in(log))
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(10) == 5
+    assert signals_in(log) == ["SIGUSR1", "SIGUSR2", "SIGTERM"]
+
+
+def test_a_keeper_that_is_stopped_does_not_keep_signals_from_the_command(programs: Programs) -> None:
+    process, log = programs.listening(ends=["SIGTERM"])
+    keeper, _ = children_of(process.pid)
+    os.kill(keeper, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGUSR1)
+    eventually(lambda: signals_in(log) == ["SIGUSR1"])
+    os.kill(keeper, signal.SIGCONT)
+
+
 def test_timeout_of_coreutils(programs: Programs) -> None:
     """Which sends to us, and then to the whole group."""
     log = programs.folder / "log"

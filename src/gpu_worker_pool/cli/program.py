@@ -32,6 +32,9 @@ COMMANDS: Final = {
     "demo": "See a dozen workers share a few GPUs.",
 }
 
+#: A server has a log of its own, and for these another process does what could be logged.
+_OWN_LOGS: Final = frozenset({"serve", "demo", "run", "wait"})
+
 EPILOG: Final = """\
 \b
 Try it without a GPU (GPU_BACKEND=simulated:1 pretends to have one), in two shells:
@@ -82,8 +85,13 @@ class _Commands(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, "-V", "--version", prog_name="gpu-pool", message="%(prog)s %(version)s")
-def gpu_pool() -> None:
+@click.pass_context
+def gpu_pool(context: click.Context) -> None:
     """A GPU that is really free, and nobody else gets it until you are done."""
+    if context.invoked_subcommand not in _OWN_LOGS:
+        from gpu_worker_pool.cli.logs import configure_logs
+
+        configure_logs()
 
 
 def run_program(arguments: Sequence[str]) -> int:

@@ -11,7 +11,6 @@ import os
 import random
 import select
 import signal
-import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -76,8 +75,11 @@ class _Keeper:
     async def live(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel.fileno(), self._hear)
-        # Every signal is blocked, so that Ctrl-Z and Ctrl-C do not reach us; but we are told of them.
-        threading.Thread(target=self._hear_signals, args=(loop,), daemon=True).start()
+        # Every signal is blocked, so that Ctrl-Z and Ctrl-C do not reach us; but a `wait` has left the group.
+        if self._asked.for_pid is not None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._is_over.set)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         try:
             found = await self._ask()
         except WorkerTimeoutError as error:
@@ -103,6 +105,8 @@ class _Keeper:
             return
         for message in messages:
             match message["kind"]:
+                case "signals":
+                    self._channel.send("signals", got=_signals_we_got())
                 case "child":
                     self._command_pid = message["pid"]
                 case "taken":
@@ -112,15 +116,6 @@ class _Keeper:
                     self._is_over.set()
                 case "stop":
                     self._is_over.set()
-
-    def _hear_signals(self, loop: asyncio.AbstractEventLoop) -> None:
-        """What we got, our whole process group got: so a command got it too, and need not be told again."""
-        while True:
-            info = signal.sigwaitinfo(PASSED_ON)
-            if self._asked.for_pid is None:
-                self._channel.send("signal", number=info.si_signo, pid=info.si_pid)
-            elif info.si_signo in (signal.SIGTERM, signal.SIGINT):
-                loop.call_soon_threadsafe(self._is_over.set)
 
     # --- asking ---
 
@@ -246,6 +241,14 @@ class _Keeper:
                     with suppress(GPUWorkerPoolError):
                         await service.release(lease)
                         return
+
+
+def _signals_we_got() -> list[tuple[int, int]]:
+    """Since we were last asked, with their senders: our whole process group got them, and so did the command."""
+    got = []
+    while (info := signal.sigtimedwait(PASSED_ON, 0)) is not None:
+        got.append((info.si_signo, info.si_pid))
+    return got
 
 
 async def _rest_soon(service: Service) -> None:

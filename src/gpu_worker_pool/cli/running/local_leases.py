@@ -15,7 +15,7 @@ from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.desk.desk import LeaseDesk
 from gpu_worker_pool.desk.host import HostDesk
-from gpu_worker_pool.errors import ServiceRefusedError, ServiceRetryableError
+from gpu_worker_pool.errors import LedgerUnavailableError, ServiceRefusedError, ServiceRetryableError
 from gpu_worker_pool.hardware.processes import is_gone, name_of_this_process
 from gpu_worker_pool.hardware.sampler import boot_time
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
@@ -114,7 +114,11 @@ class LocalLeaseService:
             await desk.stop()
 
     def _open_ledger(self, tell: Tell) -> Ledger:
-        return open_host_ledger(self._backend, _SETTINGS, tell, state_dir=self._state_dir)
+        try:
+            return open_host_ledger(self._backend, _SETTINGS, tell, state_dir=self._state_dir)
+        except (LedgerUnavailableError, OSError) as error:
+            # Not as the desk expects it, which would log it at every try: whoever tries tells it once.
+            raise ServiceRetryableError(str(error)) from None
 
     # --- opening ---
 
