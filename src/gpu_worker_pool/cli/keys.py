@@ -12,7 +12,7 @@ from gpu_worker_pool.config import is_private_url
 from gpu_worker_pool.errors import ServiceRefusedError
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.running.values import Ask
+    from gpu_worker_pool.leases.values import LeaseAsk
 
 #: Those of leases that nobody gave back, as when the host went down; whoever holds one says so all the time.
 _OLD_SECONDS: Final = 7 * 24 * 3600.0
@@ -49,7 +49,7 @@ class Tokens:
 
     # Without them a lease can be held all the same: so what goes wrong here is no error.
 
-    def keep(self, ask: Ask) -> None:
+    def keep(self, ask: LeaseAsk) -> None:
         with suppress(OSError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(self._path(ask.request_id), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -57,12 +57,12 @@ class Tokens:
                 file.write(ask.token)
             self._forget_old()
 
-    def refresh(self, ask: Ask) -> None:
+    def refresh(self, ask: LeaseAsk) -> None:
         """It is still needed."""
         with suppress(OSError):
             os.utime(self._path(ask.request_id))
 
-    def forget(self, ask: Ask) -> None:
+    def forget(self, ask: LeaseAsk) -> None:
         with suppress(OSError):
             self._path(ask.request_id).unlink()
 

@@ -5,7 +5,7 @@ Loads next to nothing: the command line waits for it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.readings import Reading
 from gpu_worker_pool.core.wishes import names_gpu
@@ -15,27 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gpu_worker_pool.core.wishes import Wishes
+    from gpu_worker_pool.leases.values import LeasedGPU
 
 
-class LeasedGPU(Protocol):
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def uuid(self) -> str | None: ...
-
-    @property
-    def name(self) -> str: ...
-
-
-T = TypeVar("T", bound=LeasedGPU)
-
-
-def suitable(gpus: Iterable[T], wishes: Wishes) -> list[T]:
+def suitable(gpus: Iterable[LeasedGPU], wishes: Wishes) -> list[LeasedGPU]:
     return [gpu for gpu in gpus if _suits(gpu, wishes)]
 
 
-def check_suitable(lease_id: str, gpus: Iterable[T], wishes: Wishes) -> list[T]:
+def check_suitable(lease_id: str, gpus: Iterable[LeasedGPU], wishes: Wishes) -> list[LeasedGPU]:
     """All that suit of those that the lease has. Raises `ImpossibleRequestError` if they are fewer than asked for."""
     found = suitable(gpus, wishes)
     if len(found) < wishes.count:

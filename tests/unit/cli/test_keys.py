@@ -11,7 +11,6 @@ import pytest
 
 from gpu_worker_pool.cli.keys import Tokens
 from gpu_worker_pool.cli.running.http_leases import HTTPLeases
-from gpu_worker_pool.cli.running.values import Ask
 from gpu_worker_pool.config import EndpointConfig
 from gpu_worker_pool.core.wishes import Wishes
 from gpu_worker_pool.errors import RequestEndedError
@@ -20,8 +19,8 @@ from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, StillWaiting
 DAY_SECONDS = 24 * 3600.0
 
 
-def ask() -> Ask:
-    return Ask("worker", Wishes(), None, 60.0)
+def ask() -> LeaseAsk:
+    return LeaseAsk.new("worker", Wishes(), None, 60.0)
 
 
 @pytest.fixture

@@ -7,20 +7,20 @@ import os
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.cli.keys import Tokens, allows_insecure_key
-from gpu_worker_pool.cli.running.values import Held, HeldGPU, Waiting
 from gpu_worker_pool.cli.showing.http_host import HTTPHost
 from gpu_worker_pool.clocks import awake_or_not
 from gpu_worker_pool.http_client import make_session
 from gpu_worker_pool.leases.http import HTTPLeaseService
+from gpu_worker_pool.leases.lifetime import LeaseLife
+from gpu_worker_pool.leases.replies import read_row
 from gpu_worker_pool.leases.suitable import check_suitable
-from gpu_worker_pool.leases.values import HeldLease, LeaseAsk
+from gpu_worker_pool.leases.values import HeldLease
 
 if TYPE_CHECKING:
     import aiohttp
 
-    from gpu_worker_pool.cli.running.values import Ask
     from gpu_worker_pool.config import EndpointConfig, MultiEndpointConfigurationManager
-    from gpu_worker_pool.leases.values import LeaseService
+    from gpu_worker_pool.leases.values import LeaseAsk, LeaseService, StillWaiting
 
 _sessions: list[aiohttp.ClientSession] = []
 
@@ -38,7 +38,7 @@ def http_leases(endpoint: EndpointConfig, environment: MultiEndpointConfiguratio
 
 
 class HTTPLeases:
-    """The client's own way to leases of a server, in this package's few words."""
+    """The client's own way to leases of a server, and beside it the secrets that another `gpu-pool` may need."""
 
     longest_silence_seconds = math.inf
 
@@ -51,65 +51,50 @@ class HTTPLeases:
         self._inherited_lease_id = inherited_lease_id
         self._tokens = tokens
         #: The one request whose token is kept; an earlier one has ended.
-        self._kept: Ask | None = None
-        #: By lease id, as the client knows them.
-        self._leases: dict[str, HeldLease] = {}
+        self._kept: LeaseAsk | None = None
 
-    async def acquire(self, ask: Ask, *, wait_seconds: float, may_keep: bool) -> Held | Waiting:
+    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
         if self._inherited_lease_id and (inherited := await self._inherited(ask)) is not None:
             return inherited
         if self._kept != ask:
             self.forget()
             self._kept = ask
             self._tokens.keep(ask)
-        sent_at = awake_or_not()
-        answer = await self._service.acquire(_as_client_asks(ask), wait_seconds=wait_seconds, may_keep=may_keep)
-        if not isinstance(answer, HeldLease):
-            return Waiting(answer.position, answer.reasons)
-        self._leases[answer.lease_id] = answer
-        gpus = tuple(HeldGPU(gpu.index, gpu.uuid, gpu.name) for gpu in answer.gpus)
-        return Held(self.endpoint_id, answer.lease_id, gpus, ask, sent_at)
+        return await self._service.acquire(ask, wait_seconds=wait_seconds, may_keep=may_keep)
+
+    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
+        await self._service.renew(lease, timeout_seconds=timeout_seconds)
+        self._tokens.refresh(lease.ask)
+
+    async def release(self, lease: HeldLease) -> None:
+        await self._service.release(lease)
+
+    async def cancel(self, ask: LeaseAsk) -> None:
+        await self._service.cancel(ask)
+
+    async def close(self) -> None:
+        await self._service.close()
 
     async def rest(self) -> None:
         pass
-
-    async def renew(self, lease: Held, *, timeout_seconds: float) -> None:
-        await self._service.renew(self._leases[lease.lease_id], timeout_seconds=timeout_seconds)
-        self._tokens.refresh(lease.ask)
-
-    async def release(self, lease: Held) -> None:
-        await self._service.release(self._leases[lease.lease_id])
-
-    async def cancel(self, ask: Ask) -> None:
-        await self._service.cancel(_as_client_asks(ask))
 
     def forget(self) -> None:
         if self._kept is not None:
             self._tokens.forget(self._kept)
             self._kept = None
 
-    async def _inherited(self, ask: Ask) -> Held | None:
+    async def _inherited(self, ask: LeaseAsk) -> HeldLease | None:
         """Whoever runs inside a lease has it already, and must not wait for itself."""
         rows = (await HTTPHost(self._endpoint, _session()).leases())["leases"]
-        row = next((row for row in rows if row.get("lease_id") == self._inherited_lease_id), None)
+        found = [read_row(row) for row in rows if row.get("lease_id") == self._inherited_lease_id]
         # Ids are those of one ledger: what we have no secret of is somebody else's, of the same name.
-        if row is None or row.get("state") != "held" or self._tokens.of(str(row.get("request_id"))) is None:
+        if not found or found[0].state != "held" or self._tokens.of(found[0].request_id) is None:
             self._inherited_lease_id = ""
             return None
-        every = [HeldGPU(int(gpu["gpu_id"]), gpu["uuid"], str(gpu["name"])) for gpu in row["gpus"]]
-        gpus = tuple(check_suitable(self._inherited_lease_id, every, ask.wishes)[: ask.wishes.count])
-        return Held(self.endpoint_id, self._inherited_lease_id, gpus, ask, awake_or_not(), is_inherited=True)
-
-
-def _as_client_asks(ask: Ask) -> LeaseAsk:
-    return LeaseAsk(
-        request_id=ask.request_id,
-        token=ask.token,
-        worker_id=ask.worker_id,
-        wishes=ask.wishes,
-        label=ask.label,
-        ttl_seconds=ask.ttl_seconds,
-    )
+        row = found[0]
+        gpus = tuple(check_suitable(row.lease_id, row.gpus, ask.wishes)[: ask.wishes.count])
+        life = LeaseLife(ask.ttl_seconds, awake_or_not())
+        return HeldLease(self.endpoint_id, row.lease_id, row.fence, gpus, ask, life, is_inherited=True)
 
 
 def _session() -> aiohttp.ClientSession:

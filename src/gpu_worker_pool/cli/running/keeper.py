@@ -28,7 +28,8 @@ from gpu_worker_pool.errors import GPUWorkerPoolError, ServiceUnavailableError, 
 
 if TYPE_CHECKING:
     from gpu_worker_pool.cli.running.channel import Channel
-    from gpu_worker_pool.cli.running.values import Held, Service, Waiting
+    from gpu_worker_pool.cli.running.values import Service
+    from gpu_worker_pool.leases.values import HeldLease, StillWaiting
 
 #: So many reasons are told at most; a host with more GPUs is explained by its summary.
 MOST_REASONS: Final = 32
@@ -119,7 +120,7 @@ class _Keeper:
 
     # --- asking ---
 
-    async def _ask(self) -> tuple[Service, Held] | None:
+    async def _ask(self) -> tuple[Service, HeldLease] | None:
         """None if nobody wants it any more."""
         patience = self._asked.patience
         asks = asks_for(self._asked)
@@ -138,7 +139,7 @@ class _Keeper:
             return None
         return asking.result()
 
-    def _tell_waiting(self, service: Service, waiting: Waiting) -> None:
+    def _tell_waiting(self, service: Service, waiting: StillWaiting) -> None:
         summary, *reasons = waiting.reasons or ("waiting",)
         self._summary = summary
         self._channel.send(
@@ -167,7 +168,7 @@ class _Keeper:
 
     # --- holding ---
 
-    async def _hold(self, service: Service, lease: Held) -> None:
+    async def _hold(self, service: Service, lease: HeldLease) -> None:
         self._channel.send(
             "granted",
             lease_id=lease.lease_id,
@@ -196,7 +197,7 @@ class _Keeper:
     def _tell_lost(self, text: str) -> None:
         self._channel.send("lost", text=text)
 
-    async def _until_command_ended(self, lease: Held) -> bool:
+    async def _until_command_ended(self, lease: HeldLease) -> bool:
         """Whether nothing of it is left."""
         ends = [asyncio.create_task(event.wait()) for event in (self._is_over, self._is_alone)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -218,7 +219,7 @@ class _Keeper:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return True
 
-    async def _give_back(self, service: Service, lease: Held) -> None:
+    async def _give_back(self, service: Service, lease: HeldLease) -> None:
         try:
             async with asyncio.timeout(RELEASE_SECONDS):
                 await service.release(lease)
