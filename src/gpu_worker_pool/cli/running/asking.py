@@ -108,6 +108,8 @@ class Asking:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEDGE_SECONDS):
                     await place.answered.wait()
+            if place.task.done() and not place.task.cancelled() and place.task.exception() is None:
+                return  # whoever has a grant asks nobody else
 
     async def _first_to_win(self, starting: asyncio.Task[None]) -> _Place:
         while True:
@@ -130,10 +132,12 @@ class Asking:
         try:
             while True:
                 # Rule 4: GPUs may be kept free for it in one place only; the first that can be asked.
-                may_keep = next((each for each in self._places if each.trouble is None and each.error is None), place)
+                keeping_place = next(
+                    (each for each in self._places if each.trouble is None and each.error is None), place
+                )
                 try:
                     answer = await place.service.acquire(
-                        place.ask, wait_seconds=wait_seconds, may_keep=may_keep is place
+                        place.ask, wait_seconds=wait_seconds, may_keep=keeping_place is place
                     )
                 except RequestEndedError as error:
                     if error.state == "cancelled":
