@@ -127,7 +127,7 @@ class _Keeper:
         self._services = [service for service, _ in asks]
         asking = asyncio.create_task(
             Asking(asks, self._tell_waiting, self._tell_trouble).lease(
-                patience.timeout_seconds, is_no_wait=patience.is_none
+                patience.timeout_seconds, is_no_wait=patience.is_no_wait
             )
         )
         ends = [asyncio.create_task(event.wait()) for event in (self._is_over, self._is_alone)]
@@ -157,7 +157,7 @@ class _Keeper:
         patience = self._asked.patience
         if isinstance(error, ServiceUnavailableError):
             self._fail(error, Status.UNAVAILABLE)
-        elif patience.is_none:
+        elif patience.is_no_wait:
             self._fail(f"nothing is free now: {error}", Status.NOT_NOW)
         else:
             why = f": {self._summary}" if self._summary else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local, local_backend
 from gpu_worker_pool.cli.local_state import local_state_directory, new_privacy_warning
@@ -15,7 +15,7 @@ from gpu_worker_pool.errors import ImpossibleRequestError
 from gpu_worker_pool.leases.values import LeaseAsk, wishes_at
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.running.asked import Asked, Wished
+    from gpu_worker_pool.cli.running.asked import Asked
     from gpu_worker_pool.cli.running.values import Service
     from gpu_worker_pool.config import EndpointConfig
 
@@ -39,20 +39,8 @@ def asks_for(asked: Asked) -> list[tuple[Service, LeaseAsk]]:
     return asks
 
 
-def wishes_of(wished: Wished, environment: MultiEndpointConfigurationManager) -> Wishes:
-    wishes = Wishes(
-        count=wished.count,
-        memory_mb=wished.memory_mb,
-        share=wished.share,
-        min_free_memory_mb=wished.min_free_memory_mb,
-        gpu_model=wished.gpu_model,
-        only=wished.only,
-        exclude=wished.exclude,
-        policy="idle" if wished.idle else "thresholds",
-        memory_threshold=wished.memory_threshold,
-        utilization_threshold=wished.utilization_threshold,
-        priority=wished.priority,
-    )
+def wishes_of(wished: dict[str, Any], environment: MultiEndpointConfigurationManager) -> Wishes:
+    wishes = Wishes(**wished)
     if wishes.share:  # for those, thresholds count only where they are named
         return wishes
     memory, utilization = wishes.memory_threshold, wishes.utilization_threshold

@@ -16,7 +16,6 @@ from gpu_worker_pool.leases.values import wishes_at
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpu_worker_pool.cli.running.asked import Wished
     from gpu_worker_pool.cli.showing.looking import Body, Host
 
 
@@ -28,7 +27,7 @@ class Explained(NamedTuple):
         return {"endpoint": self.endpoint, **self.body}
 
 
-def explanations(endpoints: Sequence[str], wished: Wished, request_id: str | None) -> list[Explained]:
+def explanations(endpoints: Sequence[str], wished: dict[str, Any], request_id: str | None) -> list[Explained]:
     try:
         wishes = wishes_of(wished, MultiEndpointConfigurationManager())
     except ValueError as error:
