@@ -266,7 +266,7 @@ def test_config_shows_every_setting_and_no_secret(programs: Programs) -> None:
         "name": "GPU_BACKEND",
         "value": "simulated:1",
         "source": "environment",
-        "used_by": "server",
+        "used_by": "server and local://",
         "problem": None,
     }
     assert settings["PORT"]["source"] == "default"

@@ -33,7 +33,7 @@ def _run_with_keeper(words: Sequence[str]) -> int:
     from gpu_worker_pool.cli.running.keeper_process import KeeperProcess
 
     try:
-        with KeeperProcess.prepared():
+        with KeeperProcess.prepared(words):
             return _run(words)
     except CommandError as error:  # there is none on this system
         return error.tell()

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpu_worker_pool.cli.failures import CommandError
+from gpu_worker_pool.cli.interrupts import die_of_interrupt
 from gpu_worker_pool.cli.quantities import spoken_seconds
 from gpu_worker_pool.cli.running.environment import shown_gpus
-from gpu_worker_pool.cli.running.front import ENDING, Front, die_of_interrupt
+from gpu_worker_pool.cli.running.front import ENDING, Front
 from gpu_worker_pool.cli.running.linux import SignalInfo, adopt_orphans, die_with_parent
 from gpu_worker_pool.cli.running.proc import descendants, has_children
 from gpu_worker_pool.cli.statuses import KILLED, Status
@@ -234,7 +235,7 @@ class CommandOnGPU(Front):
         self.keeper.send("done", is_clean=not left)
         self.until_keeper_is_gone()
         if code == -signal.SIGINT and self._is_interrupted:
-            die_of_interrupt()
+            return die_of_interrupt()
         return KILLED - code if code < 0 else code
 
     def _left_behind(self) -> list[int]:

@@ -27,6 +27,8 @@ from gpu_worker_pool.core.backoff import backoff_seconds
 from gpu_worker_pool.errors import GPUWorkerPoolError, ServiceUnavailableError, WorkerTimeoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gpu_worker_pool.cli.running.channel import Channel
     from gpu_worker_pool.cli.running.values import Service
     from gpu_worker_pool.leases.values import HeldLease, StillWaiting
@@ -38,9 +40,9 @@ REST_AFTER_SECONDS: Final = 2.0
 RELEASE_SECONDS: Final = 4.0
 
 
-def keep_what_is_asked(channel: Channel) -> None:
-    """In a process of its own, which it ends with."""
-    if not is_endpoint_named():
+def keep_what_is_asked(channel: Channel, words: Sequence[str]) -> None:
+    """In a process of its own, which it ends with. `words`: the command line, which others are reading meanwhile."""
+    if not is_endpoint_named(words):
         load_local()  # while the command line is being read
     configure_logs()
     gc.freeze()  # what was loaded stays; nobody need look at it again
