@@ -69,6 +69,8 @@ def server(environment: dict[str, str]) -> Iterator[str]:
     try:
         look = [*GPU_POOL, "leases", "-e", f"http://127.0.0.1:{port}"]
         while subprocess.run(look, env=environment, capture_output=True, check=False).returncode:
+            if process.poll() is not None:
+                sys.exit("the server did not start")
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -281,8 +281,11 @@ class ConfigurationManager(Protocol):
 class EnvironmentConfigurationManager:
     """Settings of one endpoint, read from the environment at every call."""
 
-    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, environ: Mapping[str, str] | None = None, complain: Callable[[str], object] = logger.error
+    ) -> None:
         self._environ = os.environ if environ is None else environ
+        self._complain = complain
         self._logged: set[str] = set()
 
     def get_service_endpoint(self) -> str:
@@ -320,13 +323,13 @@ class EnvironmentConfigurationManager:
         try:
             return validate(value, variable)
         except ValueError as error:
-            self._log_once(f"{error}; using the default {default!r}")
+            self._complain_once(f"{error}; using the default {default!r}")
             return validate(default, variable)
 
-    def _log_once(self, message: str) -> None:
+    def _complain_once(self, message: str) -> None:
         if message not in self._logged:
             self._logged.add(message)
-            logger.error(message)
+            self._complain(message)
 
 
 class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
@@ -375,7 +378,7 @@ class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
         try:
             return validate_api_key(self._text(variable), variable) if self._text(variable) else None
         except ValueError as error:
-            self._log_once(f"{error}; doing without it")
+            self._complain_once(f"{error}; doing without it")
             return None
 
     #: The first that names a good URL wins.
@@ -388,7 +391,7 @@ class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
                 problems.append(f"{variable}: local:// cannot be one of several; set GPU_SERVICE_ENDPOINT to it")
                 endpoints = tuple(endpoint for endpoint in endpoints if endpoint.url != LOCAL_ENDPOINT)
             for problem in problems:
-                self._log_once(f"{problem}; ignoring it")
+                self._complain_once(f"{problem}; ignoring it")
             if endpoints:
                 return list(endpoints)
         return []

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.programs import GPU_POOL, Programs
+from tests.fakes.http_server import Conversation, HostileServer, answer_json
+from tests.server_process import ServerProcess
 from tests.waiting import eventually
 
 UUID = "GPU-51309a7e-0000-4000-8000-000000000000"
@@ -131,10 +135,107 @@ def test_colours_only_on_a_terminal(programs: Programs, variables: dict[str, str
     assert "free" in terminal.shown
 
 
+#: Colours, a title, what turns the direction of reading, and a control that begins a sequence without an escape.
+EVIL = "x [/red]\x1b[31m\x1b]0;title\x07\u202e\x9b31m y"
+CONTROLS = {"\x1b", "\x07", "\u202e", "\x9b"}
+SHOWN = "x [/red]?[31m?]0;title???31m y"
+
+
 def test_what_others_call_themselves_drives_no_terminal(programs: Programs) -> None:
-    programs.holding("--label", "[red]not markup[/red]")
-    terminal = programs.terminal([*GPU_POOL, "leases"])
-    terminal.until("[red]not markup[/red]")
+    """A server may say whatever it likes, and whoever asked it for a GPU, too."""
+    gpu = {"gpu_id": 0, "name": EVIL, "uuid": None, "utilization_percent": 3}
+    memory = {"total_mb": 1000, "used_mb": 10, "free_mb": 990, "usage_percent": 1.0}
+    lease = {
+        "lease_id": EVIL,
+        "request_id": EVIL,
+        "worker_id": EVIL,
+        "label": EVIL,
+        "state": "held",
+        "fence": 1,
+        "gpus": [gpu],
+        "memory_mb": None,
+        "memory_used_mb": None,
+        "held_seconds": 1.0,
+        "share": False,
+    }
+    waiter = {
+        "request_id": EVIL,
+        "worker_id": EVIL,
+        "label": EVIL,
+        "position": 1,
+        "waiting_seconds": 1.0,
+        "reasons": [EVIL],
+        "count": 1,
+        "priority": 0,
+    }
+    bodies: dict[bytes, Any] = {
+        b"/gpu/stats": {"gpu_count": 1, "gpus": [{**gpu, "memory": memory}], "timestamp": ""},
+        b"/leases": {"leases": [lease]},
+        b"/queue": {"queue": [waiter]},
+        b"/queue/evil": {"request_id": EVIL, "summary": EVIL, "gpus": [{**gpu, "obstacles": [{"text": EVIL}]}]},
+    }
+
+    def answer(talk: Conversation) -> None:
+        path = talk.request.split()[1]
+        answer_json(bodies.get(path, {"detail": EVIL}), 200 if path in bodies else 500)(talk)
+
+    with HostileServer(answer) as server:
+        at = ["-e", f"evil={server.url}", "-e", f"other={server.url}/elsewhere"]
+        commands = (
+            ["status"],
+            ["leases"],
+            ["queue"],
+            ["explain"],
+            ["explain", "--request", "evil"],
+            ["top", "-n", "1"],
+        )
+        for words in commands:
+            done = programs.call(*words, *at)
+            assert SHOWN in done.stdout, done.stderr
+            assert not CONTROLS & set(done.stdout + done.stderr), words
+            terminal = programs.terminal([*GPU_POOL, *words, *at], COLUMNS="400")
+            assert terminal.wait() == 0
+            assert SHOWN in terminal.shown, words
+            assert CONTROLS & set(terminal.written) <= {"\x1b"}, words
+            assert "\x1b[31m" not in terminal.written
+        done = programs.call("release", EVIL, *at)
+        assert "answered with 500" in done.stderr
+        assert not CONTROLS & set(done.stderr)
+
+
+def test_an_endpoint_that_cannot_be_used_does_not_hide_the_others(programs: Programs) -> None:
+    memory = {"total_mb": 1000, "used_mb": 10, "free_mb": 990, "usage_percent": 1.0}
+    row = {"gpu_id": 0, "name": "Healthy", "uuid": None, "utilization_percent": 0, "memory": memory}
+    stats = {"gpu_count": 1, "gpus": [row], "timestamp": "", "leases": [], "queue": []}
+    with HostileServer(answer_json(stats)) as server:
+        at = ["-e", server.url, "-e", "local://"]
+        for words in (["status"], ["top", "-n", "1"]):
+            done = programs.call(*words, *at, GPU_BACKEND="nonsense")
+            assert done.returncode == 0, done.stderr
+            assert "1 x Healthy, 1 free" in done.stdout
+            assert "wrong: GPU_BACKEND='nonsense' cannot be used" in done.stdout
+        listed = programs.call("leases", *at, GPU_BACKEND="nonsense")
+        assert listed.stdout == "nobody holds a GPU\n"
+        assert listed.stderr.startswith("gpu-pool: local: GPU_BACKEND='nonsense' cannot be used")
+    alone = programs.call("status", GPU_BACKEND="nonsense")
+    assert (alone.returncode, alone.stdout) == (69, "")
+    assert alone.stderr.startswith("gpu-pool: GPU_BACKEND='nonsense' cannot be used")
+
+
+def test_top_tells_why_what_was_there_is_not(programs: Programs, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path / "server", GPU_BACKEND="simulated:1") as server:
+        top = programs.start("top", "-e", server.url, "--interval", "0.2")
+        eventually(lambda: "1 free, 0 waiting" in top.out)
+        server.kill()
+        eventually(lambda: "connection refused; is the GPU server running?" in top.out)
+        server.start()
+        top.kill()
+
+
+def test_what_is_logged_looks_like_all_the_rest(programs: Programs) -> None:
+    done = programs.call("explain", GPU_MEMORY_THRESHOLD_PERCENT="much")
+    assert done.returncode == 0
+    assert [line.partition(" ")[0] for line in done.stderr.splitlines()] == ["gpu-pool:"], done.stderr
 
 
 # --- settings ---
@@ -165,7 +266,7 @@ def test_config_shows_every_setting_and_no_secret(programs: Programs) -> None:
         "name": "GPU_BACKEND",
         "value": "simulated:1",
         "source": "environment",
-        "used_by": "server",
+        "used_by": "server and local://",
         "problem": None,
     }
     assert settings["PORT"]["source"] == "default"

@@ -74,10 +74,18 @@ def test_no_traceback_whatever_happens(programs: Programs) -> None:
         done = programs.call(*arguments)
         assert done.returncode in (1, 69), (arguments, done)
         assert "Traceback" not in done.stderr
-        assert done.stderr.startswith("gpu-pool: ")
-        assert (
-            "GPU_POOL_STATE_DIR" in done.stderr or "not a directory" in done.stderr.lower() or "exists" in done.stderr
-        )
+        assert done.stderr.startswith("gpu-pool: this host's programs have no place to meet: "), done.stderr
+        assert str(programs.folder / "state") in done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "wait"])
+def test_another_system_is_told_in_a_sentence(command: str) -> None:
+    script = f"import sys; sys.platform = 'darwin'; from gpu_worker_pool.cli import main; main([{command!r}, 'true'])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "gpu-pool: gpu-pool run and wait need Linux; from here, use the Python client and a GPU server\n"
+    )
 
 
 def test_a_reader_who_has_enough(programs: Programs) -> None:

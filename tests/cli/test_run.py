@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -91,10 +92,9 @@ def test_no_endpoint_answers(programs: Programs) -> None:
 
 
 def test_a_host_without_a_driver(programs: Programs) -> None:
-    done = programs.call("run", "--", "true", GPU_BACKEND="nvidia-smi", PATH="/nowhere")
-    assert done.returncode in (69, 127)
-    if done.returncode == 69:
-        assert "nvidia-smi" in done.stderr
+    done = programs.call("run", "--", "/bin/true", GPU_BACKEND="nvidia-smi", PATH="/nowhere")
+    assert done.returncode == 69
+    assert "nvidia-smi" in done.stderr
     none = programs.call("run", "--", "true", GPU_BACKEND="simulated:0")
     assert none.returncode == 69
     assert "this host has no GPU" in none.stderr
@@ -146,15 +146,36 @@ def test_one_waits_is_told_why_and_gets_it(programs: Programs) -> None:
 
 def test_the_same_is_not_said_twice_and_nothing_where_silence_is_wanted(programs: Programs) -> None:
     programs.holding()
-    waiting, quiet = programs.start("run", "--", "true"), programs.start("run", "-q", "--", "true")
+    waiting = programs.start("run", "--", "true")
+    eventually(lambda: waiting.err)
+    quiet = programs.start("run", "-q", "--", "true")
     eventually(lambda: len(programs.waiting()) == 2)
     # Longer than two polls, each of which tells the place and the reasons anew.
     time.sleep(4.5)
     waiting.terminate()
     quiet.terminate()
     assert waiting.wait(10) == quiet.wait(10) == 143
-    assert waiting.err.count("waiting") <= 2
+    said = r"gpu-pool: waiting \d+ s: one GPU: next in line; of 1 GPUs: 1 held\n"
+    assert re.fullmatch(said, waiting.err), waiting.err
     assert quiet.err == ""
+
+
+def test_a_ledger_that_is_gone_is_told_once(programs: Programs) -> None:
+    process = programs.holding("--ttl", "3s")
+    keeper, _ = children_of(process.pid)
+
+    def rests() -> bool:
+        """Whoever has had a GPU for a while opens the ledger for a moment only."""
+        return not any(".db" in str(each.readlink()) for each in Path(f"/proc/{keeper}/fd").iterdir())
+
+    eventually(rests)
+    state = programs.folder / "state"
+    state.rename(programs.folder / "away")
+    state.write_text("not a folder")
+    eventually(lambda: "the lease is lost: it could not be renewed for 3 s" in process.err)
+    assert process.err.count("File exists") == 1, process.err
+    process.terminate()
+    process.wait(20)
 
 
 def test_the_gpu_is_free_when_run_returns(programs: Programs) -> None:
@@ -191,7 +212,24 @@ def test_inside_a_lease_it_does_not_wait_for_itself(programs: Programs) -> None:
     assert programs.leases() == []
     more = programs.call("run", "--", "gpu-pool", "run", "-n", "2", "--", "true")
     assert more.returncode == 65
-    assert "this runs inside lease" in more.stderr
+    assert "this program runs inside lease" in more.stderr
+
+
+def test_inside_a_lease_nobody_gets_more_than_was_asked_for_nor_what_it_has_not(programs: Programs) -> None:
+    programs.environment["GPU_BACKEND"] = "simulated:3"
+    show = "-- sh -c 'echo $CUDA_VISIBLE_DEVICES'"
+    script = (
+        f"echo $CUDA_VISIBLE_DEVICES; gpu-pool run {show}; gpu-pool run -n 2 {show}; gpu-pool run --exclude 1 {show}; "
+        "gpu-pool run --model H100 -- true; echo $?; gpu-pool run --only 0 -- true; echo $?"
+    )
+    done = programs.call("run", "-n", "2", "--only", "1,2", "--", "sh", "-c", script)
+    both, one, again, other, model, only = done.stdout.splitlines()
+    assert one == both.split(",")[0]
+    assert again == both
+    assert other == "2"
+    assert (model, only) == ("65", "65")
+    assert "has not what is asked for (one H100 GPU)" in done.stderr
+    assert "has not what is asked for (one GPU, only 0)" in done.stderr
 
 
 def test_visible_devices_are_a_wish(programs: Programs) -> None:

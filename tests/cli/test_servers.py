@@ -78,12 +78,34 @@ def test_a_run_and_what_is_shown_of_it(programs: Programs, server: ServerProcess
 
 
 def test_inside_a_lease_it_does_not_wait_for_itself(programs: Programs) -> None:
-    inner = "gpu-pool run --no-wait -- sh -c 'echo $GPU_POOL_LEASE_ID $CUDA_VISIBLE_DEVICES'"
-    done = programs.call("run", "-n", "2", "--", "sh", "-c", f"echo $GPU_POOL_LEASE_ID $CUDA_VISIBLE_DEVICES; {inner}")
+    show = "sh -c 'echo $GPU_POOL_LEASE_ID $CUDA_VISIBLE_DEVICES'"
+    script = (
+        f"{show}; gpu-pool run --no-wait -n 2 -- {show}; gpu-pool run --no-wait -- {show}; "
+        "gpu-pool run --model H100 -- true; echo $?"
+    )
+    done = programs.call("run", "-n", "2", "--", "sh", "-c", script)
     assert done.returncode == 0, done.stderr
-    outside, inside = done.stdout.splitlines()
-    assert outside == inside
+    outside, both, one, impossible = done.stdout.splitlines()
+    assert both == outside
+    assert one == outside.split(",")[0]
+    assert impossible == "65"
+    assert "has not what is asked for (one H100 GPU)" in done.stderr
     assert programs.leases() == []
+
+
+def test_however_a_request_ends_its_secret_is_forgotten(programs: Programs) -> None:
+    kept = Path(programs.environment["XDG_STATE_HOME"]) / "gpu-pool" / "requests"
+    assert programs.call("run", "--", "sh", "-c", f"ls {kept} | grep -c request-").stdout == "1\n"
+    assert list(kept.iterdir()) == []
+    assert programs.call("run", "--model", "H100", "--", "true").returncode == 65
+    programs.holding("-n", "2")
+    assert programs.call("run", "--no-wait", "--", "true").returncode == 75
+    waiting = programs.start("run", "--", "true")
+    (row,) = eventually(programs.waiting)
+    assert programs.call("release", row["request_id"]).returncode == 0
+    assert waiting.wait(10) == 1
+    (held,) = programs.leases()
+    assert [path.name for path in kept.iterdir()] == [f"request-{held['request_id']}"]
 
 
 def test_a_server_that_is_away_while_the_command_runs(brave: Programs, mortal: ServerProcess) -> None:

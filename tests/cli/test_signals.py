@@ -43,6 +43,29 @@ def test_sent_to_the_whole_group_it_comes_once_all_the_same(programs: Programs) 
     assert programs.leases() == []
 
 
+def test_however_late_the_keeper_is_it_comes_once(programs: Programs) -> None:
+    process, log = programs.listening(ends=["SIGTERM"])
+    keeper, _ = children_of(process.pid)
+    os.kill(keeper, signal.SIGSTOP)
+    os.killpg(process.pid, signal.SIGUSR1)
+    time.sleep(0.5)  # in which it cannot say that it got the signal, too
+    os.kill(keeper, signal.SIGCONT)
+    os.kill(process.pid, signal.SIGUSR2)
+    eventually(lambda: "SIGUSR2" in signals_in(log))
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(10) == 5
+    assert signals_in(log) == ["SIGUSR1", "SIGUSR2", "SIGTERM"]
+
+
+def test_a_keeper_that_is_stopped_does_not_keep_signals_from_the_command(programs: Programs) -> None:
+    process, log = programs.listening(ends=["SIGTERM"])
+    keeper, _ = children_of(process.pid)
+    os.kill(keeper, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGUSR1)
+    eventually(lambda: signals_in(log) == ["SIGUSR1"])
+    os.kill(keeper, signal.SIGCONT)
+
+
 def test_timeout_of_coreutils(programs: Programs) -> None:
     """Which sends to us, and then to the whole group."""
     log = programs.folder / "log"
@@ -96,6 +119,12 @@ def test_whoever_is_killed_while_waiting_leaves_the_queue(programs: Programs) ->
 # --- killed ---
 
 
+def in_the_ledger(programs: Programs) -> str:
+    """As it was left: whoever only counts ends no lease whose holder has gone."""
+    (found,) = [check["what"] for check in programs.json("doctor")["checks"] if check["check"] == "ledger"]
+    return str(found)
+
+
 def test_a_killed_run_ends_its_command_and_gives_the_gpu_back(programs: Programs) -> None:
     process = programs.holding()
     keeper, command = children_of(process.pid)
@@ -113,18 +142,18 @@ def test_a_killed_group_leaves_nothing_and_the_gpu_comes_back(programs: Programs
     assert programs.call("run", "--no-wait", "--", "true").returncode == 0
 
 
-def test_what_still_runs_after_a_kill_keeps_the_gpu_in_quarantine(programs: Programs, tmp_path: Path) -> None:
+def test_what_still_runs_after_a_kill_keeps_the_gpu_from_being_given_back(programs: Programs, tmp_path: Path) -> None:
     """The kernel kills the command, not what it has started: that may still be on the GPU."""
     pid_file = tmp_path / "pid"
     process = programs.start("run", "--", "sh", "-c", f"sleep 100 & echo $! > {pid_file}; wait")
     eventually(lambda: pid_file.exists() and pid_file.read_text())
-    (lease,) = programs.leases()
+    orphan = int(pid_file.read_text())
     keeper, _ = children_of(process.pid)
     process.kill()
-    assert lease["state"] == "held"
     eventually(lambda: not is_there(keeper))
-    # It was not given back, as one would whose command has ended: whoever looks finds that its holder has gone.
-    os.kill(int(pid_file.read_text()), signal.SIGKILL)
+    assert in_the_ledger(programs) == "1 leases, 0 waiting"
+    assert is_there(orphan)
+    os.kill(orphan, signal.SIGKILL)
     assert eventually(lambda: programs.call("run", "--no-wait", "--", "true").returncode == 0)
 
 

@@ -20,15 +20,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Anything but this comes later: what it loads takes longer than all the rest.
     if words[:1] and words[0] in _KEPT and not {"-h", "--help"} & set(words):
-        from gpu_worker_pool.cli.running.keeper_process import KeeperProcess
-
-        with KeeperProcess.prepared():
-            status = _run(words)
+        status = _run_with_keeper(words)
     else:
         status = _run(words)
     if words[:1] and words[0] in _HOSTS:
         sys.exit(status)
     _exit(status)
+
+
+def _run_with_keeper(words: Sequence[str]) -> int:
+    from gpu_worker_pool.cli.failures import CommandError
+    from gpu_worker_pool.cli.running.keeper_process import KeeperProcess
+
+    try:
+        with KeeperProcess.prepared(words):
+            return _run(words)
+    except CommandError as error:  # there is none on this system
+        return error.tell()
 
 
 def _exit(status: int) -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.config import LOCAL_ENDPOINT, EndpointConfig, MultiEndpointConfigurationManager, parse_endpoints
@@ -14,20 +13,24 @@ if TYPE_CHECKING:
 LOCAL = EndpointConfig("local", LOCAL_ENDPOINT)
 
 
-def chosen_endpoints(given: Sequence[str]) -> tuple[EndpointConfig, ...]:
+def chosen_endpoints(
+    given: Sequence[str], environment: MultiEndpointConfigurationManager | None = None
+) -> tuple[EndpointConfig, ...]:
     """Raises a `ValueError` that says what was expected."""
     if given:
         return parse_endpoints([entry for text in given for entry in text.split(",")], "--endpoint")
-    environment = MultiEndpointConfigurationManager()
+    environment = environment or MultiEndpointConfigurationManager()
     if not environment.is_endpoint_configured():
         return (LOCAL,)
     return tuple(environment.get_service_endpoints())
 
 
-def is_endpoint_named() -> bool:
-    """Whether the environment, or what looks like an option, says something about endpoints."""
-    options = (word for word in sys.argv if word.startswith(("-e", "--endpoint")))
-    return next(options, None) is not None or MultiEndpointConfigurationManager().is_endpoint_configured()
+def is_endpoint_named(words: Sequence[str]) -> bool:
+    """Whether the environment, or a word that looks like an option, says something about endpoints."""
+    return (
+        any(word.startswith(("-e", "--endpoint")) for word in words)
+        or MultiEndpointConfigurationManager().is_endpoint_configured()
+    )
 
 
 def is_local(endpoint: EndpointConfig) -> bool:

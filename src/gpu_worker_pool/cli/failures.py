@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
+from gpu_worker_pool.cli.printable import printable
 from gpu_worker_pool.cli.statuses import Status
 
 
@@ -18,5 +19,5 @@ class CommandError(Exception):
     def tell(self) -> int:
         """The exit status, when it was told."""
         with suppress(OSError):  # nobody listens any more
-            sys.stderr.write(f"gpu-pool: {self}\n")
+            sys.stderr.write(f"gpu-pool: {printable(str(self))}\n")
         return self.status

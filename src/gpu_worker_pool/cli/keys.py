@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -10,9 +12,9 @@ from gpu_worker_pool.config import is_private_url
 from gpu_worker_pool.errors import ServiceRefusedError
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.running.values import Ask
+    from gpu_worker_pool.leases.values import LeaseAsk
 
-#: Those of leases that nobody gave back, as when the host went down.
+#: Those of leases that nobody gave back, as when the host went down; whoever holds one says so all the time.
 _OLD_SECONDS: Final = 7 * 24 * 3600.0
 
 
@@ -40,26 +42,29 @@ class Tokens:
     In a folder of the user's own, whatever folder the host's programs share.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         base = os.environ.get("XDG_STATE_HOME", "").strip()
-        self._folder = (Path(base) if base else Path.home() / ".local" / "state") / "gpu-pool" / "requests"
+        usual = (Path(base) if base else Path.home() / ".local" / "state") / "gpu-pool" / "requests"
+        self._folder = folder or usual
 
-    def keep(self, ask: Ask) -> None:
-        """Without it a lease can be held all the same: so what goes wrong here is no error."""
-        try:
+    # Without them a lease can be held all the same: so what goes wrong here is no error.
+
+    def keep(self, ask: LeaseAsk) -> None:
+        with suppress(OSError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._forget_old()
             descriptor = os.open(self._path(ask.request_id), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 file.write(ask.token)
-        except OSError:
-            return
+            self._forget_old()
 
-    def forget(self, ask: Ask) -> None:
-        try:
-            self._path(ask.request_id).unlink(missing_ok=True)
-        except OSError:
-            return
+    def refresh(self, ask: LeaseAsk) -> None:
+        """It is still needed."""
+        with suppress(OSError):
+            os.utime(self._path(ask.request_id))
+
+    def forget(self, ask: LeaseAsk) -> None:
+        with suppress(OSError):
+            self._path(ask.request_id).unlink()
 
     def of(self, request_id: str) -> str | None:
         try:
@@ -73,7 +78,8 @@ class Tokens:
         return self._folder / f"request-{name}"
 
     def _forget_old(self) -> None:
-        newest = max((entry.stat().st_mtime for entry in self._folder.iterdir()), default=0.0)
+        oldest = time.time() - _OLD_SECONDS
         for entry in self._folder.iterdir():
-            if entry.stat().st_mtime < newest - _OLD_SECONDS:
-                entry.unlink(missing_ok=True)
+            with suppress(OSError):  # others tidy up as well
+                if entry.lstat().st_mtime < oldest:
+                    entry.unlink()

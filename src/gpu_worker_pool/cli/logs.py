@@ -7,6 +7,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Final
 
+from gpu_worker_pool.cli.printable import printable
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -14,14 +16,19 @@ if TYPE_CHECKING:
 SAME_WARNING_SECONDS: Final = 24 * 3600.0
 
 
-def configure_logs(level: int = logging.ERROR) -> None:
+class _Line(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the name is logging's
+        return printable(super().formatMessage(record))
+
+
+def configure_logs() -> None:
     """`GPU_POOL_DEBUG=1` shows everything."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("gpu-pool: %(message)s"))
+    handler.setFormatter(_Line("gpu-pool: %(message)s"))
     logger = logging.getLogger("gpu_worker_pool")
     logger.addHandler(handler)
     logger.propagate = False
-    logger.setLevel(logging.DEBUG if os.environ.get("GPU_POOL_DEBUG") else level)
+    logger.setLevel(logging.DEBUG if os.environ.get("GPU_POOL_DEBUG") else logging.ERROR)
 
 
 def warned_today(directory: Path) -> bool:

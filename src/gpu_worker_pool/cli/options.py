@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from functools import wraps
 from typing import Any, Final
 
 import click
 
 from gpu_worker_pool.cli.quantities import Duration, GPUNames, MemorySize
-from gpu_worker_pool.cli.running.asked import Patience, Wished
+from gpu_worker_pool.cli.running.asked import Patience
 
 #: What click calls; with which arguments is for its options to say.
 Command = Callable[..., Any]
@@ -27,73 +26,74 @@ def _applied(command: Command, options: list[Callable[[Command], Command]]) -> C
     return command
 
 
+_PERCENT: Final = click.FloatRange(0, 100)
+#: By the names that the core has for them.
+_WISHES: Final[dict[str, Callable[[Command], Command]]] = {
+    "count": click.option(
+        "-n",
+        "--count",
+        "-g",
+        "--gpus",
+        "count",
+        type=click.IntRange(1, 1024),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="How many GPUs, all of one host.",
+    ),
+    "memory_mb": click.option(
+        "--memory", "memory_mb", type=MemorySize(), help="Reserve so much on each GPU: 8GiB, 24GB, 8000MB."
+    ),
+    "share": click.option("--share", is_flag=True, help="Others may have the rest of the GPU; needs --memory."),
+    "min_free_memory_mb": click.option(
+        "--min-free-memory",
+        "min_free_memory_mb",
+        type=MemorySize(),
+        help="So much must be free when the GPU is granted.",
+    ),
+    "gpu_model": click.option("--model", "gpu_model", metavar="NAME", help="Part of the GPU's name, such as A100."),
+    "only": click.option("--only", type=GPUNames(), multiple=True, help="Only these: numbers or UUIDs, with commas."),
+    "exclude": click.option("--exclude", type=GPUNames(), multiple=True, help="None of these."),
+    "priority": click.option(
+        "--priority",
+        type=click.IntRange(-1000, 1000),
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="Higher goes first.",
+    ),
+    "policy": click.option("--idle", "policy", is_flag=True, help="Only GPUs with no foreign process at all on them."),
+    "memory_threshold": click.option(
+        "--max-memory-usage",
+        "memory_threshold",
+        type=_PERCENT,
+        metavar="PERCENT",
+        help="Only GPUs whose memory is less full.  [default: 80]",
+    ),
+    "utilization_threshold": click.option(
+        "--max-gpu-utilization",
+        "utilization_threshold",
+        type=_PERCENT,
+        metavar="PERCENT",
+        help="Only GPUs that are less busy.  [default: 90]",
+    ),
+}
+
+
 def wish_options(command: Command) -> Command:
-    """Gives the command one argument, `wished`."""
+    """Gives the command one argument, `wished`: keyword arguments of the core's `Wishes`, which takes long to load."""
 
     @wraps(command)
     def with_wishes(**given: Any) -> Any:
-        names = {each.name: given.pop(each.name) for each in fields(Wished)}
-        only = tuple(name for names_given in names["only"] for name in names_given)
-        exclude = tuple(name for names_given in names["exclude"] for name in names_given)
-        wished = Wished(**{**names, "only": only or None, "exclude": exclude})
-        if wished.share and wished.memory_mb is None:
+        wished = {name: given.pop(name) for name in _WISHES}
+        for name in ("only", "exclude"):
+            wished[name] = [each for names in wished[name] for each in names] or None
+        wished["policy"] = "idle" if wished["policy"] else "thresholds"
+        if wished["share"] and wished["memory_mb"] is None:
             raise click.UsageError("--share needs --memory: say how much of the GPU is yours, such as --memory 8GiB.")
         return command(wished=wished, **given)
 
-    percent = click.FloatRange(0, 100)
-    return _applied(
-        with_wishes,
-        [
-            click.option(
-                "-n",
-                "--count",
-                "-g",
-                "--gpus",
-                "count",
-                type=click.IntRange(1, 1024),
-                default=1,
-                show_default=True,
-                metavar="N",
-                help="How many GPUs, all of one host.",
-            ),
-            click.option(
-                "--memory", "memory_mb", type=MemorySize(), help="Reserve so much on each GPU: 8GiB, 24GB, 8000MB."
-            ),
-            click.option("--share", is_flag=True, help="Others may have the rest of the GPU; needs --memory."),
-            click.option(
-                "--min-free-memory",
-                "min_free_memory_mb",
-                type=MemorySize(),
-                help="So much must be free when the GPU is granted.",
-            ),
-            click.option("--model", "gpu_model", metavar="NAME", help="Part of the GPU's name, such as A100."),
-            click.option("--only", type=GPUNames(), multiple=True, help="Only these: numbers or UUIDs, with commas."),
-            click.option("--exclude", type=GPUNames(), multiple=True, help="None of these."),
-            click.option(
-                "--priority",
-                type=click.IntRange(-1000, 1000),
-                default=0,
-                show_default=True,
-                metavar="N",
-                help="Higher goes first.",
-            ),
-            click.option("--idle", is_flag=True, help="Only GPUs with no foreign process at all on them."),
-            click.option(
-                "--max-memory-usage",
-                "memory_threshold",
-                type=percent,
-                metavar="PERCENT",
-                help="Only GPUs whose memory is less full.  [default: 80]",
-            ),
-            click.option(
-                "--max-gpu-utilization",
-                "utilization_threshold",
-                type=percent,
-                metavar="PERCENT",
-                help="Only GPUs that are less busy.  [default: 90]",
-            ),
-        ],
-    )
+    return _applied(with_wishes, [*_WISHES.values()])
 
 
 def lease_options(command: Command) -> Command:

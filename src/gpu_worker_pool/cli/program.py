@@ -11,7 +11,8 @@ import click
 
 from gpu_worker_pool._version import __version__
 from gpu_worker_pool.cli.failures import CommandError
-from gpu_worker_pool.cli.statuses import Status, status_of
+from gpu_worker_pool.cli.interrupts import die_of_interrupt
+from gpu_worker_pool.cli.statuses import KILLED, Status, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +32,9 @@ COMMANDS: Final = {
     "config": "Show every setting and where it came from.",
     "demo": "See a dozen workers share a few GPUs.",
 }
+
+#: A server has a log of its own, and for these another process does what could be logged.
+_OWN_LOGS: Final = frozenset({"serve", "demo", "run", "wait"})
 
 EPILOG: Final = """\
 \b
@@ -82,8 +86,13 @@ class _Commands(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, "-V", "--version", prog_name="gpu-pool", message="%(prog)s %(version)s")
-def gpu_pool() -> None:
+@click.pass_context
+def gpu_pool(context: click.Context) -> None:
     """A GPU that is really free, and nobody else gets it until you are done."""
+    if context.invoked_subcommand not in _OWN_LOGS:
+        from gpu_worker_pool.cli.logs import configure_logs
+
+        configure_logs()
 
 
 def run_program(arguments: Sequence[str]) -> int:
@@ -98,11 +107,11 @@ def run_program(arguments: Sequence[str]) -> int:
     except CommandError as error:
         return error.tell()
     except (click.Abort, KeyboardInterrupt):
-        return _die_of_interrupt()
+        return die_of_interrupt()
     except BrokenPipeError:
         # Whoever read has enough. Nothing more may be written, not by the interpreter's end either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 128 + signal.SIGPIPE
+        return KILLED + signal.SIGPIPE
     except Exception as error:
         if os.environ.get("GPU_POOL_DEBUG"):
             raise
@@ -123,10 +132,3 @@ def _told(error: Exception) -> int:
             Status.BUG,
         )
     return told.tell()
-
-
-def _die_of_interrupt() -> int:
-    """By the signal, not by a status: only if a shell sees that, it ends its loop, or its script."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
-    return 128 + signal.SIGINT

@@ -6,6 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Final
 
+from gpu_worker_pool.cli.printable import printable
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -37,7 +39,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in cells) for cells in zip(columns, *rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -52,7 +53,7 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: 
 
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=title or None,
+        title=Text(printable(title)) if title else None,
         title_justify="left",
         title_style="bold",
         header_style="bold",
@@ -65,11 +66,6 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: 
         # As text: what others call their programs is not markup.
         table.add_row(*(Text(printable(cell), style=style_of(cell)) for cell in row))
     return table
-
-
-def printable(text: str) -> str:
-    """Others have chosen it: it must not drive a terminal."""
-    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def make_console() -> Console:
@@ -98,4 +94,4 @@ def style_of(cell: str) -> str:
 
 
 def print_line(text: str = "") -> None:
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{printable(text)}\n")

@@ -20,7 +20,7 @@ from gpu_worker_pool.errors import (
     UnknownLeaseError,
 )
 from gpu_worker_pool.http_client import exchange, status_error, under
-from gpu_worker_pool.leases.values import Problem, read_lease, read_problem, read_waiting
+from gpu_worker_pool.leases.replies import Problem, read_lease, read_problem, read_waiting
 from gpu_worker_pool.replies import parse_json
 
 if TYPE_CHECKING:

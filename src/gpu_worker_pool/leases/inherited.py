@@ -9,15 +9,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.core.readings import Reading
-from gpu_worker_pool.core.wishes import names_gpu
-from gpu_worker_pool.errors import ImpossibleRequestError, LeaseEndedError
+from gpu_worker_pool.errors import LeaseEndedError
 from gpu_worker_pool.leases.lifetime import LeaseLife
+from gpu_worker_pool.leases.suitable import check_suitable, suitable
 from gpu_worker_pool.leases.values import HeldLease, LeasedGPU, StillWaiting
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.assignments import Lease
-    from gpu_worker_pool.core.wishes import Wishes
     from gpu_worker_pool.leases.values import LeaseAsk
 
 
@@ -34,21 +32,16 @@ class InheritedLease:
 
     async def take(self, ask: LeaseAsk, wait_seconds: float) -> HeldLease | StillWaiting:
         every = [*self._free, *(gpu for gpus in self._taken.values() for gpu in gpus)]
-        if len(_suitable(every, ask.wishes)) < ask.wishes.count:
-            reason = (
-                f"this program runs inside {self._lease.lease_id}, and that has not what is asked for ({ask.wishes}): "
-                "ask outside of it, or without GPU_POOL_LEASE_ID in the environment"
-            )
-            raise ImpossibleRequestError(reasons=(reason,))
+        check_suitable(self._lease.lease_id, every, ask.wishes)
         deadline = asyncio.get_running_loop().time() + wait_seconds
-        while len(suitable := _suitable(self._free, ask.wishes)) < ask.wishes.count:
+        while len(found := suitable(self._free, ask.wishes)) < ask.wishes.count:
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
             except TimeoutError:
                 reason = f"other workers of this program have the GPUs of {self._lease.lease_id}, inside which it runs"
                 return StillWaiting(None, (reason,))
-        gpus = tuple(suitable[: ask.wishes.count])
+        gpus = tuple(found[: ask.wishes.count])
         self._free = [gpu for gpu in self._free if gpu not in gpus]
         self._taken[ask.request_id] = gpus
         life = LeaseLife(ask.ttl_seconds, boot_time())
@@ -71,16 +64,3 @@ class InheritedLease:
         """What has become of it, as the ledger says."""
         if lease is None or not lease.is_live:
             raise LeaseEndedError(f"{self._lease.lease_id}, inside which this program runs, has ended")
-
-
-def _suitable(gpus: list[LeasedGPU], wishes: Wishes) -> list[LeasedGPU]:
-    return [gpu for gpu in gpus if _suits(gpu, wishes)]
-
-
-def _suits(gpu: LeasedGPU, wishes: Wishes) -> bool:
-    reading = Reading(str(gpu.index), gpu.index, gpu.name, gpu.uuid)
-    return (
-        (wishes.gpu_model is None or wishes.gpu_model.casefold() in gpu.name.casefold())
-        and (wishes.only is None or any(names_gpu(name, reading) for name in wishes.only))
-        and not any(names_gpu(name, reading) for name in wishes.exclude)
-    )

@@ -1,32 +1,20 @@
 """Leases as a client sees them: what is asked, what is held, and what a service that gives them can do.
 
-Values and a protocol; nothing here sends anything. What a server says is checked as hostile input.
+Values and a protocol; nothing here sends anything, and it loads in no time, for which the command line waits.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
-import uuid
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
-
-from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.errors import ServiceRetryableError
-from gpu_worker_pool.leases.lifetime import LeaseLife
-from gpu_worker_pool.replies import cleaned
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from gpu_worker_pool.core.wishes import Wishes
+    from gpu_worker_pool.leases.lifetime import LeaseLife
 
 #: One poll waits no longer than a server lets it.
 LONGEST_WAIT_SECONDS = 30.0
-
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-_UUID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
-_LARGEST = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +31,11 @@ class LeaseAsk:
 
     @classmethod
     def new(cls, worker_id: str, wishes: Wishes, label: str | None, ttl_seconds: float) -> LeaseAsk:
-        return cls(uuid.uuid4().hex, secrets.token_urlsafe(24), worker_id, wishes, label, ttl_seconds)
+        return cls(secrets.token_hex(16), secrets.token_urlsafe(24), worker_id, wishes, label, ttl_seconds)
 
     def anew(self) -> LeaseAsk:
         """The same wishes as another request, where the first one has ended without us."""
-        return replace(self, request_id=uuid.uuid4().hex, token=secrets.token_urlsafe(24))
+        return replace(self, request_id=secrets.token_hex(16), token=secrets.token_urlsafe(24))
 
     @property
     def poll_seconds(self) -> float:
@@ -70,6 +58,8 @@ class HeldLease:
     gpus: tuple[LeasedGPU, ...]
     ask: LeaseAsk
     life: LeaseLife = field(repr=False, compare=False)
+    #: Whether somebody around this program has it: they renew it and give it back.
+    is_inherited: bool = False
 
     @property
     def shown(self) -> str:
@@ -106,79 +96,6 @@ class LeaseService(Protocol):
         """Give up a place, or, if it was granted in this instant, the lease; harmless if there is neither."""
 
     async def close(self) -> None: ...
-
-
-# --- what a server answers ---
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """The body of an error: what it is for programs, and what for people."""
-
-    error: str
-    detail: str
-    reasons: tuple[str, ...]
-    #: Of a request that has ended: how.
-    state: str
-
-
-def read_problem(reply: object) -> Problem:
-    found: dict[str, Any] = reply if isinstance(reply, dict) else {}
-    return Problem(_text(found, "error", 64), _text(found, "detail", 1000), _reasons(found), _text(found, "state", 64))
-
-
-def read_waiting(reply: object) -> StillWaiting:
-    found: dict[str, Any] = reply if isinstance(reply, dict) else {}
-    position = found.get("position")
-    return StillWaiting(position if _is_count(position) else None, _reasons(found))
-
-
-def read_lease(
-    reply: object, endpoint_id: str, ask: LeaseAsk, sent_at: float, now: Callable[[], float] = boot_time
-) -> HeldLease:
-    """A `ServiceRetryableError` for what is no lease: it can be asked for again, and given back by its request's id."""
-    if not isinstance(reply, dict):
-        raise ServiceRetryableError("the lease must be a JSON object")
-    lease_id, fence, rows = reply.get("lease_id"), reply.get("fence"), reply.get("gpus")
-    if not (isinstance(lease_id, str) and _ID.fullmatch(lease_id)):
-        raise ServiceRetryableError("the lease has no lease_id that can be one")
-    if not _is_count(fence):
-        raise ServiceRetryableError("the lease has no fence that can be one")
-    if reply.get("request_id") != ask.request_id:
-        raise ServiceRetryableError("the lease is that of another request")
-    if not isinstance(rows, list) or len(rows) != ask.wishes.count:
-        raise ServiceRetryableError(f"the lease must have {ask.wishes.count} gpus")
-    gpus = tuple(_read_gpu(row) for row in rows)
-    life = LeaseLife(ask.ttl_seconds, sent_at, now)
-    # Its `env` is not looked at: it follows from the rest, and whoever chooses what is in the environment of programs
-    # chooses what they run.
-    return HeldLease(endpoint_id, lease_id, fence, gpus, ask, life)
-
-
-def _read_gpu(row: object) -> LeasedGPU:
-    found: dict[str, Any] = row if isinstance(row, dict) else {}
-    index, uuid_ = found.get("gpu_id"), found.get("uuid")
-    if not _is_count(index):
-        raise ServiceRetryableError("a GPU of the lease has no gpu_id that can be one")
-    if uuid_ is not None and not (isinstance(uuid_, str) and _UUID.fullmatch(uuid_)):
-        raise ServiceRetryableError("a GPU of the lease has a uuid that cannot be one")
-    return LeasedGPU(index, uuid_, _text(found, "name", 128))
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < _LARGEST
-
-
-def _text(where: dict[str, Any], key: str, longest: int) -> str:
-    value = where.get(key)
-    return cleaned(value, longest) if isinstance(value, str) else ""
-
-
-def _reasons(where: dict[str, Any]) -> tuple[str, ...]:
-    reasons = where.get("reasons")
-    if not isinstance(reasons, list):
-        return ()
-    return tuple(cleaned(reason, 500) for reason in reasons[:64] if isinstance(reason, str))
 
 
 # --- wishes at one of several endpoints ---

@@ -8,7 +8,8 @@ import pytest
 
 from gpu_worker_pool.core import PLAIN, Wishes
 from gpu_worker_pool.errors import ServiceRetryableError
-from gpu_worker_pool.leases.values import LeaseAsk, LeasedGPU, read_lease, read_problem, read_waiting, wishes_at
+from gpu_worker_pool.leases.replies import read_lease, read_problem, read_waiting
+from gpu_worker_pool.leases.values import LeaseAsk, LeasedGPU, wishes_at
 
 ASK = LeaseAsk.new("worker-1", PLAIN, None, 30.0)
 GOOD: dict[str, Any] = {

@@ -29,10 +29,11 @@ from gpu_worker_pool.hardware.visibility import VisibilityFilter
 from gpu_worker_pool.ledger.host import open_host_ledger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from gpu_worker_pool.config import EndpointConfig
+    from gpu_worker_pool.hardware.readers import Reader
     from gpu_worker_pool.hardware.samples import DriverAnswer
 
 #: A driver that takes longer hangs.
@@ -89,7 +90,7 @@ def _hardware(*, is_needed: bool) -> Iterator[Finding]:
         yield Finding("warning", "driver", f"GPU_BACKEND={backend}: the GPUs are pretended", "unset it for real ones")
     else:
         yield from _ways_to_read(bad)
-    answer = _read(backend)
+    answer = read_gpus(backend)
     if isinstance(answer, DriverError):
         yield Finding(bad, "GPUs", str(answer), _driver_advice(answer))
         return
@@ -109,7 +110,7 @@ def _hardware(*, is_needed: bool) -> Iterator[Finding]:
 def _ways_to_read(bad: Literal["warning", "wrong"]) -> Iterator[Finding]:
     """Either of them will do."""
     found = shutil.which("nvidia-smi")
-    answer = _read("nvml")
+    answer = read_gpus("nvml")
     nvml = str(answer) if isinstance(answer, DriverError) else None
     if nvml is None:
         yield Finding("ok", "NVML", "can be used")
@@ -121,15 +122,19 @@ def _ways_to_read(bad: Literal["warning", "wrong"]) -> Iterator[Finding]:
         yield Finding("ok", "nvidia-smi", "not found, and not needed")
 
 
-def _read(backend: str) -> DriverAnswer | DriverError:
+def read_gpus(
+    backend: str, make: Callable[[str, Callable[[], float]], Reader] = make_reader
+) -> DriverAnswer | DriverError:
     """In a thread that is left behind if the driver hangs."""
     answers: list[DriverAnswer | DriverError] = []
 
     def read() -> None:
         try:
-            answers.append(make_reader(backend, boot_time).read())
+            answers.append(make(backend, boot_time).read())
         except DriverError as error:
             answers.append(error)
+        except Exception as error:
+            answers.append(DriverError(f"reading failed: {type(error).__name__}: {error}", code="reader_failed"))
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +18,8 @@ if TYPE_CHECKING:
 SECRETS: Final = frozenset({"GPU_POOL_API_KEY", "GPU_POOL_API_KEYS", "GPU_POOL_ADMIN_KEY", "GPU_POOL_ADMIN_KEYS"})
 #: What a program finds in its environment, or what is for developers: no settings, but known.
 _KNOWN_OTHERS: Final = ("GPU_POOL_LEASE_ID", "GPU_POOL_DEBUG")
+#: Of the server's, those that count without one, too.
+_WITHOUT_SERVER: Final = frozenset({"GPU_BACKEND", "GPU_POOL_STATE_DIR"})
 _ENDPOINTS: Final = ("GPU_STATS_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINT")
 
 
@@ -30,7 +30,7 @@ class Setting:
     value: str
     #: `environment`, `.env` or `default`.
     source: str
-    #: `client`, `server` or `command line`.
+    #: `client`, `command line`, `server`, or `server and local://`; `nobody` where there is no such setting.
     used_by: str
     problem: str | None = None
 
@@ -47,7 +47,8 @@ def all_settings() -> list[Setting]:
 
 
 def _client_settings() -> Iterator[Setting]:
-    manager = MultiEndpointConfigurationManager()
+    problems: list[str] = []
+    manager = MultiEndpointConfigurationManager(complain=problems.append)
     readers: dict[str, Callable[[], object]] = {
         "GPU_MEMORY_THRESHOLD_PERCENT": manager.get_memory_threshold,
         "GPU_UTILIZATION_THRESHOLD_PERCENT": manager.get_utilization_threshold,
@@ -60,9 +61,8 @@ def _client_settings() -> Iterator[Setting]:
         "GPU_POOL_LEASE_TTL": manager.get_lease_ttl,
         "GPU_POOL_API_KEY": manager.get_api_key,
     }
-    with _complaints("gpu_worker_pool.config") as problems:
-        endpoints = ", ".join(f"{each.endpoint_id}={each.url}" for each in chosen_endpoints(()))
-        values = {name: read() for name, read in readers.items()}
+    endpoints = ", ".join(f"{each.endpoint_id}={each.url}" for each in chosen_endpoints((), manager))
+    values = {name: read() for name, read in readers.items()}
     in_force = next((name for name in _ENDPOINTS if os.environ.get(name, "").strip()), None)
     for name in _ENDPOINTS:
         value = endpoints if name == in_force or (in_force is None and name == _ENDPOINTS[-1]) else ""
@@ -92,7 +92,8 @@ def _server_settings() -> Iterator[Setting]:
     for field in fields(settings):
         name, value = field.name.upper(), getattr(settings, field.name)
         shown = _secret(value) if name in SECRETS else _shown(value)
-        yield Setting(name, shown, _source(name, environment), "server", _problem_of(name, problems))
+        used_by = "server and local://" if name in _WITHOUT_SERVER else "server"
+        yield Setting(name, shown, _source(name, environment), used_by, _problem_of(name, problems))
     for problem in problems:
         if problem.startswith(".env"):
             yield Setting(".env", "", ".env", "server", problem)
@@ -137,25 +138,3 @@ def _shown(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-class _Listener(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append(record.getMessage())
-
-
-@contextmanager
-def _complaints(name: str) -> Iterator[list[str]]:
-    """What is logged there meanwhile, instead of being logged."""
-    logger, listener = logging.getLogger(name), _Listener()
-    propagates, logger.propagate = logger.propagate, False
-    logger.addHandler(listener)
-    try:
-        yield listener.heard
-    finally:
-        logger.removeHandler(listener)
-        logger.propagate = propagates

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from gpu_worker_pool.cli.options import endpoint_option, json_option, wish_options
-
-if TYPE_CHECKING:
-    from gpu_worker_pool.cli.running.asked import Wished
 
 
 @click.command(
@@ -26,7 +23,7 @@ Examples:
 @click.option("--request", "request_id", metavar="ID", help="Explain one that waits, instead of wishes.")
 @json_option
 @endpoint_option
-def explain(*, wished: Wished, request_id: str | None, as_json: bool, endpoints: tuple[str, ...]) -> None:
+def explain(*, wished: dict[str, Any], request_id: str | None, as_json: bool, endpoints: tuple[str, ...]) -> None:
     """Say for every GPU what keeps it from you: as somebody who asked now would be told.
 
     Asks for nothing, and takes nobody's place.

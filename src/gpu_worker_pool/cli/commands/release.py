@@ -29,6 +29,7 @@ def release(*, identifiers: tuple[str, ...], as_json: bool, endpoints: tuple[str
     Your own; as root, or with an administrator's key in GPU_POOL_ADMIN_KEY, anybody's, and quarantines too.
     """
     from gpu_worker_pool.cli.output import print_json
+    from gpu_worker_pool.cli.printable import printable
     from gpu_worker_pool.cli.showing.ending import release_all
 
     outcomes = release_all(endpoints, identifiers)
@@ -36,5 +37,5 @@ def release(*, identifiers: tuple[str, ...], as_json: bool, endpoints: tuple[str
         print_json({"released": [outcome.as_json() for outcome in outcomes]})
     else:
         for outcome in outcomes:
-            click.echo(str(outcome), err=not outcome.is_done)
+            click.echo(printable(str(outcome)), err=not outcome.is_done)
     return 0 if all(outcome.is_done for outcome in outcomes) else 1

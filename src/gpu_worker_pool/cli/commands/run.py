@@ -15,7 +15,7 @@ from gpu_worker_pool.cli.running.front import InterruptedBySignal, end_like
 from gpu_worker_pool.cli.running.progress import Progress
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.running.asked import Patience, Wished
+    from gpu_worker_pool.cli.running.asked import Patience
 
 
 @click.command(
@@ -53,7 +53,7 @@ Exit status: the command's own, 128+N if signal N killed it, 126 or 127 if it ca
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENT]...")
 def run(
     *,
-    wished: Wished,
+    wished: dict[str, Any],
     patience: Patience,
     label: str | None,
     ttl: float | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,7 +17,7 @@ from gpu_worker_pool.cli.running.processes import calling_shell
 from gpu_worker_pool.cli.running.progress import Progress
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.running.asked import Patience, Wished
+    from gpu_worker_pool.cli.running.asked import Patience
 
 
 @click.command(
@@ -45,7 +45,7 @@ The GPU is given back when the shell ends, or with gpu-pool release.
 @endpoint_option
 def wait(
     *,
-    wished: Wished,
+    wished: dict[str, Any],
     patience: Patience,
     label: str | None,
     ttl: float | None,

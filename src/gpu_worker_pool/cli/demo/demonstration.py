@@ -95,7 +95,6 @@ class _Stage:
         } | {"GPU_BACKEND": backend, "GPU_POOL_STATE_DIR": folder, "REFRESH_INTERVAL": "0.25"}
         self._outcomes: dict[str, str] = {}
         self._url = ""
-        self._victim_gpus: list[int] = []
         self._free_at_last = ""
 
     # --- the server ---

@@ -7,8 +7,9 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gpu_worker_pool.cli.printable import printable
 from gpu_worker_pool.cli.showing.cells import gpu_state, holder, leases_on, load_cell, memory_cell
-from gpu_worker_pool.cli.tables import make_console, printable, style_of
+from gpu_worker_pool.cli.tables import make_console, print_line, style_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +52,7 @@ class PlainShow:
         pass
 
     def say(self, text: str) -> None:
-        sys.stdout.write(f"{time.monotonic() - self._begun_at:5.1f} s  {text}\n")
+        print_line(f"{time.monotonic() - self._begun_at:5.1f} s  {text}")
         sys.stdout.flush()
 
     def see(self, seen: Sequence[Seen], finished: int, total: int) -> None:

@@ -4,25 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
-
-
-@dataclass(frozen=True)
-class Wished:
-    """What was asked for on the command line; `wishes_of` makes of it what the core goes by."""
-
-    count: int = 1
-    memory_mb: float | None = None
-    share: bool = False
-    min_free_memory_mb: float | None = None
-    gpu_model: str | None = None
-    only: tuple[str, ...] | None = None
-    exclude: tuple[str, ...] = ()
-    priority: int = 0
-    idle: bool = False
-    memory_threshold: float | None = None
-    utilization_threshold: float | None = None
 
 
 class Patience(NamedTuple):
@@ -30,11 +12,12 @@ class Patience(NamedTuple):
 
     timeout_seconds: float | None = None
     #: Not at all, and that is no timeout.
-    is_none: bool = False
+    is_no_wait: bool = False
 
 
 class Asked(NamedTuple):
-    wished: Wished
+    #: Keyword arguments of the core's `Wishes`.
+    wished: dict[str, Any]
     patience: Patience
     endpoints: tuple[str, ...]
     worker_id: str
@@ -45,20 +28,12 @@ class Asked(NamedTuple):
     for_pid: int | None = None
 
     def as_message(self) -> dict[str, Any]:
-        return self._asdict() | {"wished": asdict(self.wished), "patience": self.patience._asdict()}
+        return self._asdict() | {"patience": self.patience._asdict()}
 
     @classmethod
     def of_message(cls, message: dict[str, Any]) -> Asked:
-        wished = message["wished"]
-        only = None if wished["only"] is None else tuple(wished["only"])
-        return cls(
-            **message
-            | {
-                "wished": Wished(**wished | {"only": only, "exclude": tuple(wished["exclude"])}),
-                "patience": Patience(**message["patience"]),
-                "endpoints": tuple(message["endpoints"]),
-            }
-        )
+        patience, endpoints = Patience(**message["patience"]), tuple(message["endpoints"])
+        return cls(**message | {"patience": patience, "endpoints": endpoints})
 
 
 def worker_name(what: str, pid: int | None = None) -> str:

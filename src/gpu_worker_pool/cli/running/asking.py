@@ -11,7 +11,6 @@ import random
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from gpu_worker_pool.cli.running.values import Held
 from gpu_worker_pool.core.backoff import backoff_seconds
 from gpu_worker_pool.errors import (
     GPUWorkerPoolError,
@@ -25,11 +24,13 @@ from gpu_worker_pool.errors import (
     TooManyWaitingError,
     WorkerTimeoutError,
 )
+from gpu_worker_pool.leases.values import HeldLease
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
-    from gpu_worker_pool.cli.running.values import Ask, Service, Waiting
+    from gpu_worker_pool.cli.running.values import Service
+    from gpu_worker_pool.leases.values import LeaseAsk, StillWaiting
 
 #: So often those who wait are told their place and the reasons anew. A grant does not wait for it.
 POLL_SECONDS: Final = 2.0
@@ -46,14 +47,14 @@ CANCEL_TRIES: Final = 3
 
 
 class _Place:
-    def __init__(self, service: Service, ask: Ask) -> None:
+    def __init__(self, service: Service, ask: LeaseAsk) -> None:
         self.service = service
         self.ask = ask
         self.answered = asyncio.Event()
         self.is_waiting = False
         self.trouble: GPUWorkerPoolError | None = None
         self.error: GPUWorkerPoolError | None = None
-        self.task: asyncio.Task[Held] | None = None
+        self.task: asyncio.Task[HeldLease] | None = None
 
 
 class Asking:
@@ -61,8 +62,8 @@ class Asking:
 
     def __init__(
         self,
-        asks: Iterable[tuple[Service, Ask]],
-        tell_waiting: Callable[[Service, Waiting], object],
+        asks: Iterable[tuple[Service, LeaseAsk]],
+        tell_waiting: Callable[[Service, StillWaiting], object],
         tell_trouble: Callable[[Service, GPUWorkerPoolError], object],
     ) -> None:
         self._places = [_Place(service, ask) for service, ask in asks]
@@ -70,7 +71,7 @@ class Asking:
         self._tell_trouble = tell_trouble
         self._is_no_wait = False
 
-    async def lease(self, timeout_seconds: float | None, *, is_no_wait: bool) -> tuple[Service, Held]:
+    async def lease(self, timeout_seconds: float | None, *, is_no_wait: bool) -> tuple[Service, HeldLease]:
         """Raises a `WorkerTimeoutError`, which is a `ServiceUnavailableError` too if nobody could be asked."""
         self._is_no_wait = is_no_wait
         won: _Place | None = None
@@ -107,11 +108,13 @@ class Asking:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEDGE_SECONDS):
                     await place.answered.wait()
+            if place.task.done() and not place.task.cancelled() and place.task.exception() is None:
+                return  # whoever has a grant asks nobody else
 
     async def _first_to_win(self, starting: asyncio.Task[None]) -> _Place:
         while True:
             tasks = [place.task for place in self._places if place.task is not None and not place.task.done()]
-            watched: list[asyncio.Task[None] | asyncio.Task[Held]] = [*tasks]
+            watched: list[asyncio.Task[None] | asyncio.Task[HeldLease]] = [*tasks]
             if not starting.done():
                 watched.append(starting)
             if watched:
@@ -124,15 +127,17 @@ class Asking:
             if starting.done() and all(place.error is not None for place in self._places):
                 raise self._all_failed()
 
-    async def _until_granted(self, place: _Place) -> Held:
+    async def _until_granted(self, place: _Place) -> HeldLease:
         attempt, wait_seconds = 0, FIRST_SECONDS / len(self._places)
         try:
             while True:
                 # Rule 4: GPUs may be kept free for it in one place only; the first that can be asked.
-                may_keep = next((each for each in self._places if each.trouble is None and each.error is None), place)
+                keeping_place = next(
+                    (each for each in self._places if each.trouble is None and each.error is None), place
+                )
                 try:
                     answer = await place.service.acquire(
-                        place.ask, wait_seconds=wait_seconds, may_keep=may_keep is place
+                        place.ask, wait_seconds=wait_seconds, may_keep=keeping_place is place
                     )
                 except RequestEndedError as error:
                     if error.state == "cancelled":
@@ -150,7 +155,7 @@ class Asking:
                     await asyncio.sleep(pause + 0.1)
                 else:
                     attempt, place.trouble = 0, None
-                    if isinstance(answer, Held):
+                    if isinstance(answer, HeldLease):
                         return answer
                     place.is_waiting = True
                     if self._is_no_wait:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpu_worker_pool.cli.failures import CommandError
+from gpu_worker_pool.cli.interrupts import die_of_interrupt
 from gpu_worker_pool.cli.quantities import spoken_seconds
 from gpu_worker_pool.cli.running.environment import shown_gpus
-from gpu_worker_pool.cli.running.front import ENDING, Front, die_of_interrupt
+from gpu_worker_pool.cli.running.front import ENDING, Front
 from gpu_worker_pool.cli.running.linux import SignalInfo, adopt_orphans, die_with_parent
 from gpu_worker_pool.cli.running.proc import descendants, has_children
 from gpu_worker_pool.cli.statuses import KILLED, Status
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
     from gpu_worker_pool.cli.running.asked import Asked
     from gpu_worker_pool.cli.running.progress import Progress
 
-#: So long the keeper has to say that it got a signal too.
+#: `timeout` sends to us first, and then to our whole group: so long it has between the two.
 GROUP_SECONDS: Final = 0.05
+#: A keeper that has not said by then which signals it got is stopped itself, and is not waited for.
+KEEPER_SECONDS: Final = 5.0
 #: So long a command has to end after it was told to, because its lease was lost.
 TERMINATE_SECONDS: Final = 30.0
 #: So long what a command left behind has to end, after the command itself was ended by a signal.
@@ -64,6 +67,8 @@ class CommandOnGPU(Front):
         #: Signals of which it is not known yet whether the whole group got them, and those of which the keeper told.
         self._pending: list[_Pending] = []
         self._told: list[tuple[int, int, float]] = []
+        #: How often the keeper was asked for its signals and has not answered yet.
+        self._questions = 0
         self._is_interrupted = False
         #: The last that told the command to end.
         self._ending: int | None = None
@@ -122,8 +127,10 @@ class CommandOnGPU(Front):
 
     def on_message(self, message: dict[str, Any]) -> None:
         match message["kind"]:
-            case "signal":
-                self._group_got(message["number"], message["pid"])
+            case "signals":
+                self._questions -= 1
+                until = time.monotonic() + 2 * GROUP_SECONDS
+                self._told += [(number, pid, until) for number, pid in message["got"]]
             case "told":
                 self.progress.say(message["text"])
             case "lost":
@@ -136,12 +143,16 @@ class CommandOnGPU(Front):
     def on_keeper_gone(self) -> None:
         if self._child is None:
             super().on_keeper_gone()
+        self._questions = 0
         self._lost("the process that kept the lease has ended")
 
     def on_signal(self, info: SignalInfo) -> None:
         if self._child is None:
             super().on_signal(info)
-        elif info.number == signal.SIGCONT:
+            return
+        # Also where its answer is not needed: a signal that it still has is not told apart from the next of its kind.
+        self._questions += self.keeper.send("signals")
+        if info.number == signal.SIGCONT:
             self._send(info.number)  # twice does no harm
         elif info.is_from_kernel:
             self._from_terminal(info)
@@ -154,9 +165,6 @@ class CommandOnGPU(Front):
             self._send(info.number)
         self._act_on(info)
 
-    def _group_got(self, number: int, pid: int) -> None:
-        self._told.append((number, pid, time.monotonic() + 2 * GROUP_SECONDS))
-
     def _pass_on_what_is_due(self) -> None:
         now = time.monotonic()
         for told in self._told:
@@ -164,7 +172,7 @@ class CommandOnGPU(Front):
             for pending in [each for each in self._pending if (each.info.number, each.info.pid) == told[:2]]:
                 self._pending.remove(pending)
                 self._act_on(pending.info)
-        for pending in [each for each in self._pending if now >= each.until or self.keeper.exit_status is not None]:
+        for pending in [each for each in self._pending if now >= self._passed_on_at(each)]:
             self._pending.remove(pending)
             self._send(pending.info.number)
             self._act_on(pending.info)
@@ -172,6 +180,10 @@ class CommandOnGPU(Front):
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self._send(signal.SIGKILL)
+
+    def _passed_on_at(self, pending: _Pending) -> float:
+        """However late the keeper is, it is heard first."""
+        return pending.until + KEEPER_SECONDS if self._questions else pending.until
 
     def _act_on(self, info: SignalInfo) -> None:
         """What the command was told concerns us, too."""
@@ -185,7 +197,7 @@ class CommandOnGPU(Front):
             self._is_interrupted = info.number == signal.SIGINT and info.is_from_kernel
 
     def _seconds_to_deadline(self) -> float | None:
-        deadlines = [pending.until for pending in self._pending]
+        deadlines = [self._passed_on_at(pending) for pending in self._pending]
         if self._kill_at is not None:
             deadlines.append(self._kill_at)
         return min(deadlines) - time.monotonic() if deadlines else None
@@ -223,7 +235,7 @@ class CommandOnGPU(Front):
         self.keeper.send("done", is_clean=not left)
         self.until_keeper_is_gone()
         if code == -signal.SIGINT and self._is_interrupted:
-            die_of_interrupt()
+            return die_of_interrupt()
         return KILLED - code if code < 0 else code
 
     def _left_behind(self) -> list[int]:

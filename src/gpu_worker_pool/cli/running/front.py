@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.cli.failures import CommandError
+from gpu_worker_pool.cli.interrupts import die_of_interrupt
 from gpu_worker_pool.cli.running.keeper_process import PASSED_ON, KeeperProcess
 from gpu_worker_pool.cli.running.linux import SignalInfo, SignalQueue
 from gpu_worker_pool.cli.statuses import KILLED, Status
@@ -158,16 +159,7 @@ class Front:
 
 
 def end_like(info: SignalInfo) -> int:
-    """The exit status for whoever was interrupted; Ctrl-C ends us by the signal itself.
-
-    Shells end a loop, or a script, only if they see that.
-    """
+    """The exit status for whoever was interrupted; Ctrl-C ends us by the signal itself."""
     if info.number == signal.SIGINT and info.is_from_kernel:
-        die_of_interrupt()
+        return die_of_interrupt()
     return KILLED + info.number
-
-
-def die_of_interrupt() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    os.kill(os.getpid(), signal.SIGINT)

@@ -17,7 +17,8 @@ from gpu_worker_pool.errors import GPUWorkerPoolError, LeaseEndedError, NotYourL
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpu_worker_pool.cli.running.values import Held, Service
+    from gpu_worker_pool.cli.running.values import Service
+    from gpu_worker_pool.leases.values import HeldLease
 
 #: It is not ours any more, says who must know.
 LOST: Final = (UnknownLeaseError, NotYourLeaseError, LeaseEndedError)
@@ -33,7 +34,7 @@ class Holding:
     """`tell` is called with sentences for whoever uses the GPU, `lost` when it may be somebody else's."""
 
     def __init__(
-        self, service: Service, lease: Held, tell: Callable[[str], object], lost: Callable[[str], object]
+        self, service: Service, lease: HeldLease, tell: Callable[[str], object], lost: Callable[[str], object]
     ) -> None:
         self._service = service
         self._lease = lease
@@ -41,7 +42,6 @@ class Holding:
         self._lost = lost
         self._ttl_seconds = lease.ask.ttl_seconds
         self._renew_seconds = min(self._ttl_seconds / 3, service.longest_silence_seconds)
-        self._held_until = lease.sent_at + lease.ask.ttl_seconds
         #: Since when it could not be renewed.
         self._failing_since: float | None = None
         self._has_told = self._has_lost = False
@@ -49,7 +49,7 @@ class Holding:
     async def keep(self) -> None:
         """Until it is lost for good; cancel it before."""
         while True:
-            due_in = self._held_until - self._ttl_seconds + self._renew_seconds - boot_time()
+            due_in = self._lease.life.held_until - self._ttl_seconds + self._renew_seconds - boot_time()
             if due_in > 0:
                 await asyncio.sleep(min(due_in, LONGEST_SLEEP_SECONDS))
             elif not await self._renew():
@@ -84,12 +84,12 @@ class Holding:
         if not self._has_told and now - self._failing_since >= min(UNTOLD_SECONDS, self._ttl_seconds / 3):
             self._has_told = True
             self._tell(f"the lease cannot be renewed, and is tried on: {str(error) or 'no answer in time'}")
-        if not self._has_lost and now >= self._held_until:
+        if not self._has_lost and self._lease.life.is_overdue:
             self._has_lost = True
             self._lost(f"it could not be renewed for {self._ttl_seconds:g} s")
 
     def _succeeded(self, sent_at: float) -> None:
-        self._held_until = sent_at + self._ttl_seconds
+        self._lease.life.renewed(sent_at)
         if self._has_told:
             self._tell("the lease is renewed again")
         self._failing_since = None

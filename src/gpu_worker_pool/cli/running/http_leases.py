@@ -7,95 +7,94 @@ import os
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.cli.keys import Tokens, allows_insecure_key
-from gpu_worker_pool.cli.running.values import Held, HeldGPU, Waiting, inside_a_smaller_lease
 from gpu_worker_pool.cli.showing.http_host import HTTPHost
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.http_client import make_session
 from gpu_worker_pool.leases.http import HTTPLeaseService
-from gpu_worker_pool.leases.values import HeldLease, LeaseAsk
+from gpu_worker_pool.leases.lifetime import LeaseLife
+from gpu_worker_pool.leases.replies import read_row
+from gpu_worker_pool.leases.suitable import check_suitable
+from gpu_worker_pool.leases.values import HeldLease
 
 if TYPE_CHECKING:
     import aiohttp
 
-    from gpu_worker_pool.cli.running.values import Ask
     from gpu_worker_pool.config import EndpointConfig, MultiEndpointConfigurationManager
+    from gpu_worker_pool.leases.values import LeaseAsk, LeaseService, StillWaiting
 
 _sessions: list[aiohttp.ClientSession] = []
 
 
+def http_leases(endpoint: EndpointConfig, environment: MultiEndpointConfigurationManager) -> HTTPLeases:
+    service = HTTPLeaseService(
+        endpoint.endpoint_id,
+        endpoint.url,
+        _session,
+        timeout_seconds=environment.get_endpoint_timeout(),
+        api_key=environment.get_api_key(),
+        allow_insecure_key=allows_insecure_key(),
+    )
+    return HTTPLeases(endpoint, service, Tokens(), os.environ.get("GPU_POOL_LEASE_ID", "").strip())
+
+
 class HTTPLeases:
-    """The client's own way to leases of a server, in this package's few words."""
+    """The client's own way to leases of a server, and beside it the secrets that another `gpu-pool` may need."""
 
     longest_silence_seconds = math.inf
 
-    def __init__(self, endpoint: EndpointConfig, environment: MultiEndpointConfigurationManager) -> None:
+    def __init__(
+        self, endpoint: EndpointConfig, service: LeaseService, tokens: Tokens, inherited_lease_id: str = ""
+    ) -> None:
         self.endpoint_id = endpoint.endpoint_id
-        self._service = HTTPLeaseService(
-            endpoint.endpoint_id,
-            endpoint.url,
-            _session,
-            timeout_seconds=environment.get_endpoint_timeout(),
-            api_key=environment.get_api_key(),
-            allow_insecure_key=allows_insecure_key(),
-        )
+        self._service = service
         self._endpoint = endpoint
-        self._inherited_lease_id = os.environ.get("GPU_POOL_LEASE_ID", "").strip()
-        self._tokens = Tokens()
-        self._kept = ""
-        #: By lease id, as the client knows them.
-        self._leases: dict[str, HeldLease] = {}
+        self._inherited_lease_id = inherited_lease_id
+        self._tokens = tokens
+        #: The one request whose token is kept; an earlier one has ended.
+        self._kept: LeaseAsk | None = None
 
-    async def acquire(self, ask: Ask, *, wait_seconds: float, may_keep: bool) -> Held | Waiting:
+    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
         if self._inherited_lease_id and (inherited := await self._inherited(ask)) is not None:
             return inherited
-        if self._kept != ask.request_id:
-            self._kept = ask.request_id
+        if self._kept != ask:
+            self.forget()
+            self._kept = ask
             self._tokens.keep(ask)
-        sent_at = boot_time()
-        answer = await self._service.acquire(_as_client_asks(ask), wait_seconds=wait_seconds, may_keep=may_keep)
-        if not isinstance(answer, HeldLease):
-            return Waiting(answer.position, answer.reasons)
-        self._leases[answer.lease_id] = answer
-        gpus = tuple(HeldGPU(gpu.index, gpu.uuid, gpu.name) for gpu in answer.gpus)
-        return Held(self.endpoint_id, answer.lease_id, gpus, ask, sent_at)
+        return await self._service.acquire(ask, wait_seconds=wait_seconds, may_keep=may_keep)
+
+    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
+        await self._service.renew(lease, timeout_seconds=timeout_seconds)
+        self._tokens.refresh(lease.ask)
+
+    async def release(self, lease: HeldLease) -> None:
+        await self._service.release(lease)
+
+    async def cancel(self, ask: LeaseAsk) -> None:
+        await self._service.cancel(ask)
+
+    async def close(self) -> None:
+        await self._service.close()
 
     async def rest(self) -> None:
         pass
 
-    async def renew(self, lease: Held, *, timeout_seconds: float) -> None:
-        await self._service.renew(self._leases[lease.lease_id], timeout_seconds=timeout_seconds)
+    def forget(self) -> None:
+        if self._kept is not None:
+            self._tokens.forget(self._kept)
+            self._kept = None
 
-    async def release(self, lease: Held) -> None:
-        self._tokens.forget(lease.ask)
-        await self._service.release(self._leases[lease.lease_id])
-
-    async def cancel(self, ask: Ask) -> None:
-        self._tokens.forget(ask)
-        await self._service.cancel(_as_client_asks(ask))
-
-    async def _inherited(self, ask: Ask) -> Held | None:
+    async def _inherited(self, ask: LeaseAsk) -> HeldLease | None:
         """Whoever runs inside a lease has it already, and must not wait for itself."""
         rows = (await HTTPHost(self._endpoint, _session()).leases())["leases"]
-        row = next((row for row in rows if row.get("lease_id") == self._inherited_lease_id), None)
+        found = [read_row(row) for row in rows if row.get("lease_id") == self._inherited_lease_id]
         # Ids are those of one ledger: what we have no secret of is somebody else's, of the same name.
-        if row is None or row.get("state") != "held" or self._tokens.of(str(row.get("request_id"))) is None:
+        if not found or found[0].state != "held" or self._tokens.of(found[0].request_id) is None:
             self._inherited_lease_id = ""
             return None
-        gpus = tuple(HeldGPU(int(gpu["gpu_id"]), gpu["uuid"], str(gpu["name"])) for gpu in row["gpus"])
-        if ask.wishes.count > len(gpus):
-            raise inside_a_smaller_lease(self._inherited_lease_id, len(gpus))
-        return Held(self.endpoint_id, self._inherited_lease_id, gpus, ask, boot_time(), is_inherited=True)
-
-
-def _as_client_asks(ask: Ask) -> LeaseAsk:
-    return LeaseAsk(
-        request_id=ask.request_id,
-        token=ask.token,
-        worker_id=ask.worker_id,
-        wishes=ask.wishes,
-        label=ask.label,
-        ttl_seconds=ask.ttl_seconds,
-    )
+        row = found[0]
+        gpus = tuple(check_suitable(row.lease_id, row.gpus, ask.wishes)[: ask.wishes.count])
+        life = LeaseLife(ask.ttl_seconds, boot_time())
+        return HeldLease(self.endpoint_id, row.lease_id, row.fence, gpus, ask, life, is_inherited=True)
 
 
 def _session() -> aiohttp.ClientSession:

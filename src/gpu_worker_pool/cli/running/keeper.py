@@ -11,7 +11,6 @@ import os
 import random
 import select
 import signal
-import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -28,8 +27,11 @@ from gpu_worker_pool.core.backoff import backoff_seconds
 from gpu_worker_pool.errors import GPUWorkerPoolError, ServiceUnavailableError, WorkerTimeoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gpu_worker_pool.cli.running.channel import Channel
-    from gpu_worker_pool.cli.running.values import Held, Service, Waiting
+    from gpu_worker_pool.cli.running.values import Service
+    from gpu_worker_pool.leases.values import HeldLease, StillWaiting
 
 #: So many reasons are told at most; a host with more GPUs is explained by its summary.
 MOST_REASONS: Final = 32
@@ -38,9 +40,9 @@ REST_AFTER_SECONDS: Final = 2.0
 RELEASE_SECONDS: Final = 4.0
 
 
-def keep_what_is_asked(channel: Channel) -> None:
-    """In a process of its own, which it ends with."""
-    if not is_endpoint_named():
+def keep_what_is_asked(channel: Channel, words: Sequence[str]) -> None:
+    """In a process of its own, which it ends with. `words`: the command line, which others are reading meanwhile."""
+    if not is_endpoint_named(words):
         load_local()  # while the command line is being read
     configure_logs()
     gc.freeze()  # what was loaded stays; nobody need look at it again
@@ -65,6 +67,7 @@ class _Keeper:
         self._asked = asked
         self._command_pid: int | None = None
         self._summary = ""
+        self._services: list[Service] = []
         #: Nobody wants the GPU any more: it was said so, or whoever could has gone.
         self._is_over = asyncio.Event()
         #: `gpu-pool` itself has gone, without saying anything.
@@ -75,8 +78,11 @@ class _Keeper:
     async def live(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel.fileno(), self._hear)
-        # Every signal is blocked, so that Ctrl-Z and Ctrl-C do not reach us; but we are told of them.
-        threading.Thread(target=self._hear_signals, args=(loop,), daemon=True).start()
+        # Every signal is blocked, so that Ctrl-Z and Ctrl-C do not reach us; but a `wait` has left the group.
+        if self._asked.for_pid is not None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._is_over.set)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         try:
             found = await self._ask()
         except WorkerTimeoutError as error:
@@ -88,6 +94,9 @@ class _Keeper:
         else:
             if found is not None:
                 await self._hold(*found)
+        finally:
+            for service in self._services:
+                service.forget()
 
     # --- what is heard ---
 
@@ -99,6 +108,8 @@ class _Keeper:
             return
         for message in messages:
             match message["kind"]:
+                case "signals":
+                    self._channel.send("signals", got=_signals_we_got())
                 case "child":
                     self._command_pid = message["pid"]
                 case "taken":
@@ -109,23 +120,16 @@ class _Keeper:
                 case "stop":
                     self._is_over.set()
 
-    def _hear_signals(self, loop: asyncio.AbstractEventLoop) -> None:
-        """What we got, our whole process group got: so a command got it too, and need not be told again."""
-        while True:
-            info = signal.sigwaitinfo(PASSED_ON)
-            if self._asked.for_pid is None:
-                self._channel.send("signal", number=info.si_signo, pid=info.si_pid)
-            elif info.si_signo in (signal.SIGTERM, signal.SIGINT):
-                loop.call_soon_threadsafe(self._is_over.set)
-
     # --- asking ---
 
-    async def _ask(self) -> tuple[Service, Held] | None:
+    async def _ask(self) -> tuple[Service, HeldLease] | None:
         """None if nobody wants it any more."""
         patience = self._asked.patience
+        asks = asks_for(self._asked)
+        self._services = [service for service, _ in asks]
         asking = asyncio.create_task(
-            Asking(asks_for(self._asked), self._tell_waiting, self._tell_trouble).lease(
-                patience.timeout_seconds, is_no_wait=patience.is_none
+            Asking(asks, self._tell_waiting, self._tell_trouble).lease(
+                patience.timeout_seconds, is_no_wait=patience.is_no_wait
             )
         )
         ends = [asyncio.create_task(event.wait()) for event in (self._is_over, self._is_alone)]
@@ -137,7 +141,7 @@ class _Keeper:
             return None
         return asking.result()
 
-    def _tell_waiting(self, service: Service, waiting: Waiting) -> None:
+    def _tell_waiting(self, service: Service, waiting: StillWaiting) -> None:
         summary, *reasons = waiting.reasons or ("waiting",)
         self._summary = summary
         self._channel.send(
@@ -155,7 +159,7 @@ class _Keeper:
         patience = self._asked.patience
         if isinstance(error, ServiceUnavailableError):
             self._fail(error, Status.UNAVAILABLE)
-        elif patience.is_none:
+        elif patience.is_no_wait:
             self._fail(f"nothing is free now: {error}", Status.NOT_NOW)
         else:
             why = f": {self._summary}" if self._summary else ""
@@ -166,12 +170,12 @@ class _Keeper:
 
     # --- holding ---
 
-    async def _hold(self, service: Service, lease: Held) -> None:
+    async def _hold(self, service: Service, lease: HeldLease) -> None:
         self._channel.send(
             "granted",
             lease_id=lease.lease_id,
             endpoint=lease.endpoint_id,
-            gpus=[{"gpu_id": gpu.number, "uuid": gpu.uuid, "name": gpu.name} for gpu in lease.gpus],
+            gpus=[{"gpu_id": gpu.index, "uuid": gpu.uuid, "name": gpu.name} for gpu in lease.gpus],
             is_inherited=lease.is_inherited,
         )
         resting = asyncio.create_task(_rest_soon(service))
@@ -184,7 +188,10 @@ class _Keeper:
             await asyncio.wait([keeping])
             if is_clean:
                 await self._give_back(service, lease)
-            # Else it is left to expire: its GPU is in quarantine then, until nothing is seen of what still runs.
+            else:
+                # It is left to expire: its GPU is in quarantine then, until nothing is seen of what still runs. Until
+                # then its owner may still end it, who may know better.
+                self._services.remove(service)
 
     def _tell(self, text: str) -> None:
         self._channel.send("told", text=text)
@@ -192,7 +199,7 @@ class _Keeper:
     def _tell_lost(self, text: str) -> None:
         self._channel.send("lost", text=text)
 
-    async def _until_command_ended(self, lease: Held) -> bool:
+    async def _until_command_ended(self, lease: HeldLease) -> bool:
         """Whether nothing of it is left."""
         ends = [asyncio.create_task(event.wait()) for event in (self._is_over, self._is_alone)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -214,7 +221,7 @@ class _Keeper:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return True
 
-    async def _give_back(self, service: Service, lease: Held) -> None:
+    async def _give_back(self, service: Service, lease: HeldLease) -> None:
         try:
             async with asyncio.timeout(RELEASE_SECONDS):
                 await service.release(lease)
@@ -237,6 +244,14 @@ class _Keeper:
                     with suppress(GPUWorkerPoolError):
                         await service.release(lease)
                         return
+
+
+def _signals_we_got() -> list[tuple[int, int]]:
+    """Since we were last asked, with their senders: our whole process group got them, and so did the command."""
+    got = []
+    while (info := signal.sigtimedwait(PASSED_ON, 0)) is not None:
+        got.append((info.si_signo, info.si_pid))
+    return got
 
 
 async def _rest_soon(service: Service) -> None:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.cli.failures import CommandError
 from gpu_worker_pool.cli.running.channel import Channel, channel
+from gpu_worker_pool.cli.statuses import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 #: What is passed on to a command, and so must not end or stop whoever passes it on, nor the keeper.
 PASSED_ON: Final = (
@@ -41,7 +42,8 @@ _prepared: list[KeeperProcess] = []
 class KeeperProcess:
     """Forks at once. The child waits until it is told what to ask for; both have every signal in `_HEARD` blocked."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: Sequence[str] = ()) -> None:
+        """`words`: the command line, as far as it is known before anybody has read it."""
         if sys.platform != "linux":
             raise CommandError("gpu-pool run and wait need Linux; from here, use the Python client and a GPU server")
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -53,16 +55,16 @@ class KeeperProcess:
         self.pid = os.fork()
         if self.pid == 0:
             self.channel.close()
-            _run_and_exit(theirs)
+            _run_and_exit(theirs, words)
         theirs.close()
         #: How it ended; None while it has not, as far as we know.
         self.exit_status: int | None = None
 
     @classmethod
     @contextmanager
-    def prepared(cls) -> Iterator[None]:
+    def prepared(cls, words: Sequence[str]) -> Iterator[None]:
         """One that waits to be taken; it is ended if nobody does."""
-        _prepared.append(cls())
+        _prepared.append(cls(words))
         try:
             yield
         finally:
@@ -89,7 +91,7 @@ class KeeperProcess:
         self.exit_status = os.waitstatus_to_exitcode(wait_status)
 
 
-def _run_and_exit(theirs: Channel) -> None:
+def _run_and_exit(theirs: Channel, words: Sequence[str]) -> None:
     status = 1
     try:
         # Not stderr: what goes wrong must be told. But nobody may wait for an end of file that does not come.
@@ -99,10 +101,12 @@ def _run_and_exit(theirs: Channel) -> None:
         gc.disable()  # loading makes much, and nothing that could be collected
         from gpu_worker_pool.cli.running.keeper import keep_what_is_asked
 
-        keep_what_is_asked(theirs)
+        keep_what_is_asked(theirs, words)
         status = 0
     except BaseException as error:
-        theirs.send("failed", status=70, text=f"the lease's keeper failed: {type(error).__name__}: {error}")
+        theirs.send(
+            "failed", status=int(Status.BUG), text=f"the lease's keeper failed: {type(error).__name__}: {error}"
+        )
         if os.environ.get("GPU_POOL_DEBUG"):
             import traceback
 

@@ -7,7 +7,6 @@ import os
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
-from gpu_worker_pool.cli.running.values import Held, HeldGPU, Waiting, inside_a_smaller_lease
 from gpu_worker_pool.cli.visible import within_visible_devices
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.assignments import Lease
@@ -15,16 +14,19 @@ from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.desk.desk import LeaseDesk
 from gpu_worker_pool.desk.host import HostDesk
-from gpu_worker_pool.errors import ServiceRefusedError, ServiceRetryableError
+from gpu_worker_pool.errors import LedgerUnavailableError, ServiceRefusedError, ServiceRetryableError
 from gpu_worker_pool.hardware.processes import is_gone, name_of_this_process
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
+from gpu_worker_pool.leases.lifetime import LeaseLife
+from gpu_worker_pool.leases.suitable import check_suitable
+from gpu_worker_pool.leases.values import HeldLease, LeasedGPU, StillWaiting
 from gpu_worker_pool.ledger.host import open_host_ledger
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from gpu_worker_pool.cli.running.values import Ask
     from gpu_worker_pool.hardware.samples import GPUSample, Sample
+    from gpu_worker_pool.leases.values import LeaseAsk
     from gpu_worker_pool.ledger import Ledger, Tell
 
 #: A driver that does not answer for so long is trouble worth telling.
@@ -62,7 +64,7 @@ class LocalLeaseService:
         self._is_first_over = False
         self._request: Request | None = None
 
-    async def acquire(self, ask: Ask, *, wait_seconds: float, may_keep: bool) -> Held | Waiting:
+    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
         host = await self._host()
         gpus = await self._gpus(host)
         await self._until_the_dead_are_noticed(host)
@@ -73,8 +75,8 @@ class LocalLeaseService:
             self._request = self._make_request(ask, gpus)
         found = await host.desk.acquire(self._request, wait_seconds=wait_seconds, may_keep=may_keep)
         if isinstance(found, Lease):
-            return _held(found, ask, sent_at)
-        return Waiting(found.position, found.reasons)
+            return _held(found, _gpus_of(found), ask, sent_at)
+        return StillWaiting(found.position, found.reasons)
 
     async def rest(self) -> None:
         """A hundred programs that hold a GPU for days need not look at it, nor at the ledger, all the time."""
@@ -83,17 +85,23 @@ class LocalLeaseService:
             self._opening = None
             await host.stop()
 
-    async def renew(self, lease: Held, *, timeout_seconds: float) -> None:
+    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
         async with asyncio.timeout(timeout_seconds), self._ledger() as desk:
             await desk.renew(lease.lease_id, local_user())
 
-    async def release(self, lease: Held) -> None:
+    async def release(self, lease: HeldLease) -> None:
         async with self._ledger() as desk:
             await desk.release(lease.lease_id, local_user())
 
-    async def cancel(self, ask: Ask) -> None:
+    async def cancel(self, ask: LeaseAsk) -> None:
         async with self._ledger() as desk:
             await desk.cancel(ask.request_id, local_user())
+
+    async def close(self) -> None:
+        await self.rest()
+
+    def forget(self) -> None:
+        pass  # who may end it is a matter of the user's own id
 
     @asynccontextmanager
     async def _ledger(self) -> AsyncIterator[LeaseDesk]:
@@ -109,7 +117,11 @@ class LocalLeaseService:
             await desk.stop()
 
     def _open_ledger(self, tell: Tell) -> Ledger:
-        return open_host_ledger(self._backend, _SETTINGS, tell, state_dir=self._state_dir)
+        try:
+            return open_host_ledger(self._backend, _SETTINGS, tell, state_dir=self._state_dir)
+        except (LedgerUnavailableError, OSError) as error:
+            # Not as the desk expects it, which would log it at every try: whoever tries tells it once.
+            raise ServiceRetryableError(str(error)) from None
 
     # --- opening ---
 
@@ -166,21 +178,26 @@ class LocalLeaseService:
 
     # --- asking ---
 
-    def _make_request(self, ask: Ask, gpus: tuple[GPUSample, ...]) -> Request:
+    def _make_request(self, ask: LeaseAsk, gpus: tuple[GPUSample, ...]) -> Request:
         """Once: it must be the same every time, also if other GPUs are seen meanwhile."""
         user, wishes = local_user(), within_visible_devices(ask.wishes, gpus)
         return Request(ask.request_id, wishes, ask.worker_id, user, ask.label, ask.ttl_seconds, user, self._process)
 
-    async def _inherited(self, host: HostDesk, ask: Ask) -> Held | None:
+    async def _inherited(self, host: HostDesk, ask: LeaseAsk) -> HeldLease | None:
         """Whoever runs inside a lease has it already, and must not wait for itself."""
         lease = host.desk.leases.get(self._inherited_lease_id or "")
         if lease is None or not lease.is_live or lease.request.account != local_user():
             return None
-        if ask.wishes.count > len(lease.held):
-            raise inside_a_smaller_lease(lease.lease_id, len(lease.held))
-        return _held(lease, ask, boot_time(), is_inherited=True)
+        gpus = tuple(check_suitable(lease.lease_id, _gpus_of(lease), ask.wishes)[: ask.wishes.count])
+        return _held(lease, gpus, ask, boot_time(), is_inherited=True)
 
 
-def _held(lease: Lease, ask: Ask, sent_at: float, *, is_inherited: bool = False) -> Held:
-    gpus = tuple(HeldGPU(held.index, held.uuid, held.name) for held in lease.held)
-    return Held("local", lease.lease_id, gpus, ask, sent_at, is_inherited)
+def _held(
+    lease: Lease, gpus: tuple[LeasedGPU, ...], ask: LeaseAsk, sent_at: float, *, is_inherited: bool = False
+) -> HeldLease:
+    life = LeaseLife(ask.ttl_seconds, sent_at)
+    return HeldLease("local", lease.lease_id, lease.fence, gpus, ask, life, is_inherited)
+
+
+def _gpus_of(lease: Lease) -> tuple[LeasedGPU, ...]:
+    return tuple(LeasedGPU(held.index, held.uuid, held.name) for held in lease.held)

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+from gpu_worker_pool.cli.printable import printable
 from gpu_worker_pool.cli.quantities import spoken_seconds
 
 
@@ -59,7 +60,7 @@ class Progress:
         if not (self._is_live and self._said):
             return
         columns = shutil.get_terminal_size().columns
-        line = f"gpu-pool: waiting {spoken_seconds(self.waited_seconds)}: {self._said}"
+        line = printable(f"gpu-pool: waiting {spoken_seconds(self.waited_seconds)}: {self._said}")
         if len(line) >= columns:
             line = f"{line[: max(columns - 2, 0)]}…"
         _write(f"\r{line}\x1b[K")
@@ -73,7 +74,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         self.pause()
-        _write(f"gpu-pool: {text}\n")
+        _write(f"gpu-pool: {printable(text)}\n")
 
     def _text(self) -> str:
         """Of several places that one which is nearest to its turn; what fails counts while nothing else is heard."""

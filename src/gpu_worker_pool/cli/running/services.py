@@ -5,54 +5,42 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local, local_backend
 from gpu_worker_pool.cli.local_state import local_state_directory, new_privacy_warning
-from gpu_worker_pool.cli.running.values import Ask
 from gpu_worker_pool.config import MultiEndpointConfigurationManager
 from gpu_worker_pool.core.wishes import Wishes
 from gpu_worker_pool.errors import ImpossibleRequestError
+from gpu_worker_pool.leases.values import LeaseAsk, wishes_at
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.running.asked import Asked, Wished
+    from gpu_worker_pool.cli.running.asked import Asked
     from gpu_worker_pool.cli.running.values import Service
     from gpu_worker_pool.config import EndpointConfig
 
 logger = logging.getLogger(__name__)
 
 
-def asks_for(asked: Asked) -> list[tuple[Service, Ask]]:
+def asks_for(asked: Asked) -> list[tuple[Service, LeaseAsk]]:
     """Raises a `ValueError` for what makes no sense, and `ImpossibleRequestError` where nobody could grant it."""
     environment = MultiEndpointConfigurationManager()
     ttl_seconds = asked.ttl_seconds or environment.get_lease_ttl()
     wishes = wishes_of(asked.wished, environment)
-    asks: list[tuple[Service, Ask]] = []
+    asks: list[tuple[Service, LeaseAsk]] = []
     for endpoint in chosen_endpoints(asked.endpoints):
-        here = wishes_here(endpoint, wishes)
+        here = wishes_at(endpoint.endpoint_id, wishes)
         if here is None:
             continue
         service = _service(endpoint, environment)
-        asks.append((service, Ask(asked.worker_id, here, asked.label, ttl_seconds)))
+        asks.append((service, LeaseAsk.new(asked.worker_id, here, asked.label, ttl_seconds)))
     if not asks:
         raise ImpossibleRequestError(reasons=(f"no endpoint has a GPU called {', '.join(wishes.only or ())}",))
     return asks
 
 
-def wishes_of(wished: Wished, environment: MultiEndpointConfigurationManager) -> Wishes:
-    wishes = Wishes(
-        count=wished.count,
-        memory_mb=wished.memory_mb,
-        share=wished.share,
-        min_free_memory_mb=wished.min_free_memory_mb,
-        gpu_model=wished.gpu_model,
-        only=wished.only,
-        exclude=wished.exclude,
-        policy="idle" if wished.idle else "thresholds",
-        memory_threshold=wished.memory_threshold,
-        utilization_threshold=wished.utilization_threshold,
-        priority=wished.priority,
-    )
+def wishes_of(wished: dict[str, Any], environment: MultiEndpointConfigurationManager) -> Wishes:
+    wishes = Wishes(**wished)
     if wishes.share:  # for those, thresholds count only where they are named
         return wishes
     memory, utilization = wishes.memory_threshold, wishes.utilization_threshold
@@ -61,15 +49,6 @@ def wishes_of(wished: Wished, environment: MultiEndpointConfigurationManager) ->
         memory_threshold=environment.get_memory_threshold() if memory is None else memory,
         utilization_threshold=environment.get_utilization_threshold() if utilization is None else utilization,
     )
-
-
-def wishes_here(endpoint: EndpointConfig, wishes: Wishes) -> Wishes | None:
-    """As this endpoint understands them; None where they name only others' GPUs, as in `gpu-1:0`."""
-    if not any(":" in name for name in (*(wishes.only or ()), *wishes.exclude)):
-        return wishes
-    from gpu_worker_pool.leases.values import wishes_at
-
-    return wishes_at(endpoint.endpoint_id, wishes)
 
 
 def load_local() -> None:
@@ -88,6 +67,6 @@ def _service(endpoint: EndpointConfig, environment: MultiEndpointConfigurationMa
             local_backend(), str(directory), inherited_lease_id=os.environ.get("GPU_POOL_LEASE_ID")
         )
     # HTTP takes longer to load than all the rest: it is not for those who need none.
-    from gpu_worker_pool.cli.running.http_leases import HTTPLeases
+    from gpu_worker_pool.cli.running.http_leases import http_leases
 
-    return HTTPLeases(endpoint, environment)
+    return http_leases(endpoint, environment)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpu_worker_pool.cli.showing.looking import open_hosts
+from gpu_worker_pool.cli.showing.looking import open_hosts, opened
 from gpu_worker_pool.errors import GPUWorkerPoolError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpu_worker_pool.cli.showing.looking import Host
+    from gpu_worker_pool.cli.showing.looking import Host, Unopened
 
 
 class Released(NamedTuple):
@@ -50,14 +50,14 @@ def release_all(endpoints: Sequence[str], identifiers: Sequence[str]) -> list[Re
     return asyncio.run(release())
 
 
-async def _release(hosts: Sequence[Host], identifier: str) -> Released:
+async def _release(hosts: Sequence[Host | Unopened], identifier: str) -> Released:
     errors = []
     for host in hosts:
         endpoint_id = host.endpoint.endpoint_id
         try:
-            if await host.release(identifier):
+            if await opened(host).release(identifier):
                 return Released(identifier, endpoint_id, "lease")
-            if await host.cancel(identifier):
+            if await opened(host).cancel(identifier):
                 return Released(identifier, endpoint_id, "request")
         except GPUWorkerPoolError as error:
             errors.append(f"{endpoint_id}: {error}" if len(hosts) > 1 else str(error))

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpu_worker_pool.cli.failures import CommandError
-from gpu_worker_pool.cli.running.services import wishes_here, wishes_of
+from gpu_worker_pool.cli.running.services import wishes_of
 from gpu_worker_pool.cli.showing.lists import tell_failures
 from gpu_worker_pool.cli.showing.looking import look
 from gpu_worker_pool.cli.statuses import Status
 from gpu_worker_pool.cli.tables import print_line, print_table
 from gpu_worker_pool.config import MultiEndpointConfigurationManager
+from gpu_worker_pool.leases.values import wishes_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpu_worker_pool.cli.running.asked import Wished
     from gpu_worker_pool.cli.showing.looking import Body, Host
 
 
@@ -27,7 +27,7 @@ class Explained(NamedTuple):
         return {"endpoint": self.endpoint, **self.body}
 
 
-def explanations(endpoints: Sequence[str], wished: Wished, request_id: str | None) -> list[Explained]:
+def explanations(endpoints: Sequence[str], wished: dict[str, Any], request_id: str | None) -> list[Explained]:
     try:
         wishes = wishes_of(wished, MultiEndpointConfigurationManager())
     except ValueError as error:
@@ -36,7 +36,7 @@ def explanations(endpoints: Sequence[str], wished: Wished, request_id: str | Non
     async def ask(host: Host) -> Body | None:
         if request_id is not None:
             return await host.explain_request(request_id)
-        here = wishes_here(host.endpoint, wishes)
+        here = wishes_at(host.endpoint.endpoint_id, wishes)
         if here is None:
             return None
         return await host.explain_wishes(here)

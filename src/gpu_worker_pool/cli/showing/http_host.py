@@ -14,7 +14,7 @@ from gpu_worker_pool.core.explanation import explain_wishes
 from gpu_worker_pool.errors import NotYourLeaseError, ServiceRefusedError, ServiceRetryableError
 from gpu_worker_pool.gpu_server.leases.bodies import explanation_body
 from gpu_worker_pool.http_client import exchange, make_session, status_error, under
-from gpu_worker_pool.leases.values import read_problem
+from gpu_worker_pool.leases.replies import read_problem
 from gpu_worker_pool.replies import parse_json
 
 if TYPE_CHECKING:

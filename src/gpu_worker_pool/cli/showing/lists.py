@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.cli.output import print_json
+from gpu_worker_pool.cli.printable import printable
 from gpu_worker_pool.cli.showing.looking import look, merged
 from gpu_worker_pool.cli.tables import print_table
 
@@ -40,4 +41,4 @@ def print_list(
 def tell_failures(seen: Sequence[Seen]) -> None:
     for each in seen:
         if each.error is not None:
-            sys.stderr.write(f"gpu-pool: {each.endpoint.endpoint_id}: {each.error}\n")
+            sys.stderr.write(f"gpu-pool: {printable(f'{each.endpoint.endpoint_id}: {each.error}')}\n")

@@ -8,17 +8,17 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.cli.failures import CommandError
+from gpu_worker_pool.cli.printable import printable
 from gpu_worker_pool.cli.showing import hosts_view
-from gpu_worker_pool.cli.showing.looking import Seen, ask_all, open_hosts
-from gpu_worker_pool.cli.tables import is_pretty, make_console, make_table, plain_table, print_line, printable
+from gpu_worker_pool.cli.showing.looking import ask_all, check_any, open_hosts
+from gpu_worker_pool.cli.tables import is_pretty, make_console, make_table, plain_table, print_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rich.console import RenderableType
 
-    from gpu_worker_pool.cli.showing.looking import Host
+    from gpu_worker_pool.cli.showing.looking import Host, Seen, Unopened
 
 
 def show_live(endpoints: Sequence[str], interval_seconds: float, count: int | None) -> None:
@@ -42,27 +42,19 @@ async def _show(endpoints: Sequence[str], interval_seconds: float, count: int | 
 
 
 async def _repeat(
-    hosts: Sequence[Host], interval_seconds: float, count: int | None, show: Callable[[list[Seen]], object]
+    hosts: Sequence[Host | Unopened], interval_seconds: float, count: int | None, show: Callable[[list[Seen]], object]
 ) -> None:
     number = 0
     while True:
         begun_at = time.monotonic()
-        try:
-            seen = await ask_all(hosts, hosts_view.everything_of)
-        except CommandError:
-            if number == 0:
-                raise
-            # It was there before, and may be again.
-            seen = await _failures(hosts)
+        seen = await ask_all(hosts, hosts_view.everything_of)
+        if number == 0:
+            check_any(seen)  # later, what was there before may be there again
         show(seen)
         number += 1
         if number == count:
             return
         await asyncio.sleep(max(interval_seconds - (time.monotonic() - begun_at), 0.05))
-
-
-async def _failures(hosts: Sequence[Host]) -> list[Seen]:
-    return [Seen(host.endpoint, None, "does not answer") for host in hosts]
 
 
 def rendered(parts: Sequence[hosts_view.Part]) -> RenderableType:

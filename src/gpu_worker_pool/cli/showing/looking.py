@@ -13,6 +13,7 @@ from gpu_worker_pool.errors import GPUWorkerPoolError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from gpu_worker_pool.config import EndpointConfig
     from gpu_worker_pool.core.wishes import Wishes
@@ -50,28 +51,50 @@ class Host(Protocol):
         """Take a request out of the queue; False if there is none of that id."""
 
 
+class Unopened(NamedTuple):
+    """An endpoint that cannot even be asked: the others can."""
+
+    endpoint: EndpointConfig
+    error: GPUWorkerPoolError
+
+
 class Seen(NamedTuple):
     """What one endpoint said, or why it did not."""
 
     endpoint: EndpointConfig
     body: Any
     error: str | None
+    #: What that error means to a script.
+    status: Status = Status.FAILED
 
 
 @asynccontextmanager
-async def open_hosts(given: Sequence[str]) -> AsyncIterator[list[Host]]:
+async def open_hosts(given: Sequence[str]) -> AsyncIterator[list[Host | Unopened]]:
     async with AsyncExitStack() as stack:
-        hosts: list[Host] = []
+        hosts: list[Host | Unopened] = []
         for endpoint in _endpoints(given):
-            if is_local(endpoint):
-                from gpu_worker_pool.cli.showing.local_host import open_local_host
-
-                hosts.append(await stack.enter_async_context(open_local_host(endpoint)))
-            else:
-                from gpu_worker_pool.cli.showing.http_host import open_http_host
-
-                hosts.append(await stack.enter_async_context(open_http_host(endpoint)))
+            try:
+                hosts.append(await stack.enter_async_context(_open(endpoint)))
+            except GPUWorkerPoolError as error:
+                hosts.append(Unopened(endpoint, error))
         yield hosts
+
+
+def _open(endpoint: EndpointConfig) -> AbstractAsyncContextManager[Host]:
+    if is_local(endpoint):
+        from gpu_worker_pool.cli.showing.local_host import open_local_host
+
+        return open_local_host(endpoint)
+    from gpu_worker_pool.cli.showing.http_host import open_http_host
+
+    return open_http_host(endpoint)
+
+
+def opened(host: Host | Unopened) -> Host:
+    """Raises what kept it from being opened."""
+    if isinstance(host, Unopened):
+        raise host.error
+    return host
 
 
 def _endpoints(given: Sequence[str]) -> tuple[EndpointConfig, ...]:
@@ -81,35 +104,37 @@ def _endpoints(given: Sequence[str]) -> tuple[EndpointConfig, ...]:
         raise CommandError(str(error), Status.USAGE) from None
 
 
-async def ask_all(hosts: Sequence[Host], ask: Callable[[Host], Awaitable[T]]) -> list[Seen]:
-    """What each says, at the same time; raises only if none of them says anything."""
+async def ask_all(hosts: Sequence[Host | Unopened], ask: Callable[[Host], Awaitable[T]]) -> list[Seen]:
+    """What each says, at the same time, or why it does not."""
 
-    errors: list[GPUWorkerPoolError] = []
-
-    async def one(host: Host) -> Seen:
+    async def one(host: Host | Unopened) -> Seen:
         try:
-            return Seen(host.endpoint, await ask(host), None)
+            return Seen(host.endpoint, await ask(opened(host)), None)
         except GPUWorkerPoolError as error:
-            errors.append(error)
-            return Seen(host.endpoint, None, str(error))
+            return Seen(host.endpoint, None, str(error), status_of(error))
 
-    seen = await asyncio.gather(*(one(host) for host in hosts))
+    return await asyncio.gather(*(one(host) for host in hosts))
+
+
+def check_any(seen: Sequence[Seen]) -> None:
+    """Raises a `CommandError` if none of them says anything."""
     if all(each.error is not None for each in seen):
         told = "; ".join(
             f"{each.endpoint.endpoint_id}: {each.error}" if len(seen) > 1 else str(each.error) for each in seen
         )
-        raise CommandError(told, status_of(errors[0]))
-    return seen
+        raise CommandError(told, seen[0].status)
 
 
 def look(given: Sequence[str], ask: Callable[[Host], Awaitable[T]]) -> list[Seen]:
-    """Open, ask all, close; for commands that look once."""
+    """Open, ask all, close; for commands that look once, and see something."""
 
     async def look_once() -> list[Seen]:
         async with open_hosts(given) as hosts:
             return await ask_all(hosts, ask)
 
-    return asyncio.run(look_once())
+    seen = asyncio.run(look_once())
+    check_any(seen)
+    return seen
 
 
 def merged(seen: Sequence[Seen], name: str) -> Body:

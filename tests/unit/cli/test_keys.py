@@ -1,0 +1,106 @@
+"""The secrets of requests, kept by one `gpu-pool` so that another one of the same user may end what it has begun."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from gpu_worker_pool.cli.keys import Tokens
+from gpu_worker_pool.cli.running.http_leases import HTTPLeases
+from gpu_worker_pool.config import EndpointConfig
+from gpu_worker_pool.core.wishes import Wishes
+from gpu_worker_pool.errors import RequestEndedError
+from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, StillWaiting
+
+DAY_SECONDS = 24 * 3600.0
+
+
+def ask() -> LeaseAsk:
+    return LeaseAsk.new("worker", Wishes(), None, 60.0)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Tokens:
+    return Tokens(tmp_path / "requests")
+
+
+def kept(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "requests").iterdir())
+
+
+def test_they_are_their_owners_alone(tokens: Tokens, tmp_path: Path) -> None:
+    mine = ask()
+    tokens.keep(mine)
+    assert tokens.of(mine.request_id) == mine.token
+    assert tokens.of("another") is None
+    (file,) = kept(tmp_path)
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    tokens.forget(mine)
+    tokens.forget(mine)
+    assert kept(tmp_path) == []
+
+
+def test_what_is_held_for_weeks_keeps_its_token(tokens: Tokens, tmp_path: Path) -> None:
+    held, forgotten = ask(), ask()
+    for each in (held, forgotten):
+        tokens.keep(each)
+    for file in kept(tmp_path):
+        os.utime(file, (time.time() - 8 * DAY_SECONDS,) * 2)
+    tokens.refresh(held)
+    tokens.keep(ask())
+    assert tokens.of(held.request_id) == held.token
+    assert tokens.of(forgotten.request_id) is None
+
+
+def test_a_file_that_others_tidy_away_meanwhile_does_no_harm(tokens: Tokens, tmp_path: Path) -> None:
+    folder = tmp_path / "requests"
+    folder.mkdir()
+    (folder / "request-gone").symlink_to(folder / "nowhere")
+    (folder / "request-locked").mkdir()
+    os.utime(folder / "request-locked", (0, 0))
+    mine, old = ask(), folder / "request-old"
+    old.touch()
+    os.utime(old, (0, 0))
+    tokens.keep(mine)
+    assert tokens.of(mine.request_id) == mine.token
+    assert not old.exists()
+
+
+class EndingOnce:
+    """A service at which the first request has ended without its asker."""
+
+    endpoint_id = "server"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:  # noqa: ARG002
+        self.asked.append(ask.request_id)
+        if len(self.asked) == 1:
+            raise RequestEndedError(state="given_up")
+        return StillWaiting(1, ())
+
+    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None: ...
+
+    async def release(self, lease: HeldLease) -> None: ...
+
+    async def cancel(self, ask: LeaseAsk) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def test_a_request_that_is_made_anew_has_one_token(tokens: Tokens, tmp_path: Path) -> None:
+    leases = HTTPLeases(EndpointConfig("server", "http://server:1"), EndingOnce(), tokens)
+    first = ask()
+    with pytest.raises(RequestEndedError):
+        asyncio.run(leases.acquire(first, wait_seconds=0, may_keep=True))
+    again = first.anew()
+    asyncio.run(leases.acquire(again, wait_seconds=0, may_keep=True))
+    assert tokens.of(first.request_id) is None
+    assert tokens.of(again.request_id) == again.token
+    leases.forget()
+    assert kept(tmp_path) == []
