@@ -21,14 +21,11 @@ def is_wanted() -> bool:
     return logger.isEnabledFor(logging.INFO)
 
 
-def blocked(worker_id: str, wishes: Wishes, others_waiting: int, free_gpus: int) -> None:
-    extra = {
-        "event": "blocked",
-        "worker_id": worker_id,
-        "reason": f"{free_gpus} GPUs are free, {others_waiting} others wait",
-    }
-    message = "%s waits for %s; %d others wait, %d GPUs are free"
-    logger.info(message, worker_id, wishes, others_waiting, free_gpus, extra=extra)
+def blocked(worker_id: str, wishes: Wishes, others_waiting: int, free_gpus: int, why: str = "") -> None:
+    """`why`: GPU by GPU, where somebody else has told it."""
+    reason = f"{free_gpus} GPUs are free, {others_waiting} others wait" + (f"; {why}" if why else "")
+    extra = {"event": "blocked", "worker_id": worker_id, "reason": reason}
+    logger.info("%s waits for %s; %s", worker_id, wishes, reason, extra=extra)
 
 
 def assigned(lease: Lease, *, was_blocked: bool = True) -> None:

@@ -36,7 +36,10 @@ class Refusals:
         """Something has changed that shows in no count."""
         self._explained.clear()
 
-    def error_of(self, pool: Pool, request: Request, ended: Ended, waited_seconds: float) -> Exception:
+    def error_of(
+        self, pool: Pool, request: Request, ended: Ended, waited_seconds: float, why_not: str | None = None
+    ) -> Exception:
+        """`why_not`: where somebody knows it better than `pool`."""
         who = f"{request.worker_id}, which waited {waited_seconds:.1f} s for {request.wishes}"
         if ended.state is RequestState.REJECTED:
             return ImpossibleRequestError(reasons=ended.reasons)
@@ -53,7 +56,8 @@ class Refusals:
                 f"no GPU in time for {who}: no GPU service answered{': ' if told else ''}{told}"
             )
         silent = f"\n  no answer from {told}" if told else ""
-        return WorkerTimeoutError(f"no GPU in time for {who}:{self._why_not(pool, request.wishes)}{silent}")
+        why_not = self._why_not(pool, request.wishes) if why_not is None else why_not
+        return WorkerTimeoutError(f"no GPU in time for {who}:{why_not}{silent}")
 
     def _why_not(self, pool: Pool, wishes: Wishes) -> str:
         # Very many may time out in one moment; they are told the same, which is found out once.

@@ -25,7 +25,7 @@ from gpu_worker_pool import (
     WorkerTimeoutError,
     sync,
 )
-from gpu_worker_pool.errors import ServiceRefusedError, ServiceUnavailableTimeoutError
+from gpu_worker_pool.errors import LeaseEndedError, ServiceRefusedError, ServiceUnavailableTimeoutError
 
 MakeClient = Callable[..., GPUWorkerPoolClient]
 
@@ -49,8 +49,11 @@ async def test_two_programs_get_different_gpus_and_a_third_waits_and_is_told_why
         one, other = await asyncio.gather(first.request_gpu(), second.request_gpu())
         assert {one.gpu_id, other.gpu_id} == {0, 1}
         assert one.lease_id != other.lease_id
-        with pytest.raises(WorkerTimeoutError, match=r"local: number 1 in line"):
+        with pytest.raises(WorkerTimeoutError, match=r"local: number 1 in line") as caught:
             await third.request_gpu(timeout=0.5)
+        for assignment in (one, other):
+            assert f"GPU {assignment.gpu_id}: held by {assignment.worker_id}" in str(caught.value)
+        assert "could serve it" not in str(caught.value)
         waiting = asyncio.create_task(third.request_gpu())
         await asyncio.sleep(0.5)
         assert "promised by its server to somebody else" in str(third.explain())
@@ -198,6 +201,35 @@ async def test_a_lease_that_ends_is_lost_for_those_inside_too(client: MakeClient
                 await assignment.wait_lost()
             with pytest.raises(StaleAssignmentError, match="inside which this program runs, has ended"):
                 await inner.release_gpu(assignment)
+
+
+async def test_inside_a_lease_that_has_ended_nothing_is_handed_out(client: MakeClient) -> None:
+    async with client() as outer, client() as stranger:
+        lease = await outer.request_gpu()
+        async with client(lease.env) as inner:
+            await inner.release_gpu(await inner.request_gpu(timeout=5))
+            await outer.release_gpu(lease)
+            await stranger.release_gpu(await stranger.request_gpu(only=[lease.gpu_id], timeout=10))
+            with pytest.raises(LeaseEndedError, match="inside which this program runs, has ended"):
+                await inner.request_gpu(timeout=5)
+
+
+async def test_a_lease_of_this_hosts_server_is_one_to_run_inside_too(
+    client: MakeClient, environ: dict[str, str], tmp_path: Path
+) -> None:
+    with ServerProcess(tmp_path / "server", **environ, **QUICK) as server:
+        async with GPUWorkerPoolClient(server.url, polling_interval=0.3, environ={}) as outer:
+            lease = await outer.request_gpu()
+            async with client(lease.env) as inner:
+                assignment = await inner.request_gpu(timeout=5)
+                assert (assignment.lease_id, assignment.gpu_id) == (lease.lease_id, lease.gpu_id)
+                await inner.release_gpu(assignment)
+            other = next(gpu for gpu in (0, 1) if gpu != lease.gpu_id)
+            async with client({**lease.env, "CUDA_VISIBLE_DEVICES": str(other)}) as unrelated:
+                assignment = await unrelated.request_gpu(timeout=5)
+                assert (assignment.lease_id != lease.lease_id, assignment.gpu_id) == (True, other)
+                await unrelated.release_gpu(assignment)
+            await outer.release_gpu(lease)
 
 
 async def test_the_name_of_a_lease_that_is_over_means_nothing(

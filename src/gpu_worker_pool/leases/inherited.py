@@ -15,6 +15,8 @@ from gpu_worker_pool.leases.suitable import check_suitable, suitable
 from gpu_worker_pool.leases.values import HeldLease, LeasedGPU, StillWaiting
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gpu_worker_pool.core.assignments import Lease
     from gpu_worker_pool.leases.values import LeaseAsk
 
@@ -60,7 +62,8 @@ class InheritedLease:
         self._changed = asyncio.Event()
         return True
 
-    def check(self, lease: Lease | None) -> None:
+    def check(self, held: Mapping[str, Lease]) -> None:
         """What has become of it, as the ledger says."""
+        lease = held.get(self._lease.lease_id)
         if lease is None or not lease.is_live:
             raise LeaseEndedError(f"{self._lease.lease_id}, inside which this program runs, has ended")

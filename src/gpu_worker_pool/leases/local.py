@@ -112,7 +112,7 @@ class LocalLeaseService:
         begun = time.monotonic()
         async with self._desk_of_this_host() as host:
             sample = await self._good_sample(host)
-            inherited = await self._inherit(host)
+            inherited = await self._inherit(host, sample)
             promised = {gpu_id for lease in host.desk.leases.values() for gpu_id in lease.gpu_ids}
         assert isinstance(sample.answer, DriverAnswer)  # else it is not good
         gpus = self._visibility.apply(sample.answer.gpus).gpus
@@ -142,7 +142,8 @@ class LocalLeaseService:
     async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
         async with self._desk_of_this_host() as host:
             sample = await self._good_sample(host)
-            if (inherited := await self._inherit(host)) is not None:
+            if (inherited := await self._inherit(host, sample)) is not None:
+                inherited.check(host.desk.leases)
                 return await inherited.take(ask, wait_seconds)
             request = self._requests.get(ask.request_id) or self._request(ask, sample)
             self._requests[ask.request_id] = request
@@ -161,7 +162,7 @@ class LocalLeaseService:
         async with self._desk_of_this_host() as host:
             if self._inherited is not None and self._inherited.has(lease):
                 await host.desk.queue()  # by then it is known what is held
-                self._inherited.check(host.desk.leases.get(lease.lease_id))
+                self._inherited.check(host.desk.leases)
                 return
             async with asyncio.timeout(timeout_seconds):
                 await host.desk.renew(lease.lease_id, self._user)
@@ -225,17 +226,32 @@ class LocalLeaseService:
         life = LeaseLife(ask.ttl_seconds, sent_at)
         return HeldLease(self.endpoint_id, lease.lease_id, lease.fence, gpus, ask, life)
 
-    async def _inherit(self, host: HostDesk) -> InheritedLease | None:
-        if self._inherited is None and self._settings.lease_id is not None:
-            await host.desk.queue()  # by then it is known what is held
+    async def _inherit(self, host: HostDesk, sample: Sample) -> InheritedLease | None:
+        if self._settings.lease_id is None:
+            return None
+        await host.desk.queue()  # by then it is known what is held
+        if self._inherited is None:
             lease = host.desk.leases.get(self._settings.lease_id)
-            if lease is None or not lease.is_live or lease.request.account != self._user:
+            if lease is None or not lease.is_live or not self._is_around_us(lease, sample):
                 lost = "GPU_POOL_LEASE_ID is %s, which is no lease of yours that lives: asking for GPUs without it"
                 logger.warning(lost, self._settings.lease_id)
+                # What CUDA shows this program is all that it can use of what it gets.
+                self._visibility = VisibilityFilter(self._settings.visible_devices)
                 self._settings = replace(self._settings, lease_id=None)
                 return None
             self._inherited = InheritedLease(self.endpoint_id, lease)
         return self._inherited
+
+    def _is_around_us(self, lease: Lease, sample: Sample) -> bool:
+        """Ids are counters: one of another ledger may name somebody's lease here, and is told by its GPUs."""
+        if lease.request.account == self._user:
+            return True
+        if lease.request.account.startswith("user:") or self._settings.visible_devices is None:
+            return False
+        assert isinstance(sample.answer, DriverAnswer)  # else it is not good
+        visible = VisibilityFilter(self._settings.visible_devices).apply(sample.answer.gpus).gpus
+        names = {gpu.identity for gpu in visible} | {device.uuid for gpu in visible for device in gpu.mig_devices}
+        return len(visible) <= len(lease.gpu_ids) and set(lease.gpu_ids) <= names
 
 
 def _stats_of(sample: Sample, gpus: Iterable[GPUSample], promised: set[str], age_seconds: float) -> GPUStats:

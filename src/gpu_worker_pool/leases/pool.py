@@ -29,7 +29,7 @@ from gpu_worker_pool.leases.endpoint import LeaseEndpoint, Polls
 from gpu_worker_pool.leases.keeper import LeaseKeeper
 from gpu_worker_pool.leases.places import Place
 from gpu_worker_pool.leases.race import Race
-from gpu_worker_pool.leases.values import LeaseAsk, wishes_at
+from gpu_worker_pool.leases.values import LeaseAsk, StillWaiting, wishes_at
 from gpu_worker_pool.refusals import MOST_GPUS_TOLD, Refusals
 from gpu_worker_pool.worker_pool_manager import checked_timeout
 
@@ -268,10 +268,10 @@ class LeasePool:
         state = self.books.pool.allocator.endpoints.get(self._pool_id(name))
         return state is not None and state.is_answering
 
-    def _tell_blocked(self, request: Request) -> None:
+    def _tell_blocked(self, request: Request, why: tuple[str, ...]) -> None:
         if pool_events.is_wanted() and self._endpoints:
             free = self.books.pool.allocator.available(self._manager.now)
-            pool_events.blocked(request.worker_id, request.wishes, len(self.waiting) - 1, free)
+            pool_events.blocked(request.worker_id, request.wishes, len(self.waiting) - 1, free, "; ".join(why))
 
     def _make_place(
         self,
@@ -320,7 +320,9 @@ class LeasePool:
     def _timeout_error(self, race: Race, request: Request, waited_seconds: float) -> Exception:
         pool = self.books.at(self._manager.now) if self._endpoints else self._manager.pool
         ended = Ended(request.request_id, RequestState.TIMED_OUT)
-        error = self._refusals.error_of(pool, request, ended, waited_seconds)
+        # Who keeps the ledger knows who holds what, and has said so.
+        is_explained = any(entry.waiting is not None and entry.waiting.reasons for entry in race.entries.values())
+        error = self._refusals.error_of(pool, request, ended, waited_seconds, "" if is_explained else None)
         told, is_heard = "", None in race.entries
         if is_heard and self._endpoints:
             here = explain_wishes(self._manager.pool, request.wishes, self._manager.now).gpus[:MOST_GPUS_TOLD]
@@ -330,8 +332,7 @@ class LeasePool:
                 told += f"\n  {entry.name}: {said}"
             elif entry.waiting is not None:
                 is_heard = True
-                place, why = entry.waiting.position, entry.waiting.reasons
-                told += f"\n  {entry.name}: " + (f"number {place} in line" if place else "; ".join(why[:1]))
+                told += f"\n  {entry.name}: {_told(entry.waiting)}"
             elif self._is_answering(entry.name):
                 told += f"\n  {entry.name}: does not answer when it is asked for a lease"
         if race.entries and not is_heard and not isinstance(error, ServiceUnavailableTimeoutError):
@@ -358,3 +359,10 @@ class LeasePool:
 
     def get_pool_status(self) -> PoolStatus:
         return pool_metrics.pool_status(self.books.pool, self._manager.now, len(self.waiting))
+
+
+def _told(waiting: StillWaiting) -> str:
+    """The place, and why, GPU by GPU."""
+    place = f"number {waiting.position} in line" if waiting.position else ""
+    summary, gpus = waiting.reasons[:1], waiting.reasons[1 : 1 + MOST_GPUS_TOLD]
+    return "\n    ".join(["; ".join(filter(None, (place, *summary))), *gpus])

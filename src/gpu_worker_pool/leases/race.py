@@ -67,7 +67,7 @@ class Race:
         *,
         timeout_seconds: float,
         is_answering: Callable[[str], bool] = lambda _: True,
-        on_blocked: Callable[[], object] = lambda: None,
+        on_blocked: Callable[[tuple[str, ...]], object] = lambda _: None,
     ) -> None:
         """`is_answering` says whether it is any use to wait for what an endpoint says; `on_blocked` is called when it
         is clear that it takes longer.
@@ -260,7 +260,8 @@ class Race:
         is_first_asked = not self._first and all(entry.has_answered for entry in self.entries.values())
         if is_first_asked and not self.was_blocked:
             self.was_blocked = True
-            self._on_blocked()
+            told = (entry.waiting for entry in self.entries.values() if entry.waiting is not None)
+            self._on_blocked(tuple(reason for waiting in told for reason in waiting.reasons[1:]))
 
     # --- what places tell ---
 
