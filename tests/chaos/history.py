@@ -6,8 +6,12 @@ import itertools
 import json
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+#: What those who ask may be told instead of a grant, whatever is killed: that nobody answered, or no GPU came free.
+EXPECTED_REFUSALS = frozenset({"WorkerTimeoutError", "ServiceUnavailableTimeoutError"})
 
 
 @dataclass
@@ -21,7 +25,18 @@ class Holding:
     told_at: float
     #: When it began to give the GPU back, or was killed; infinite while it has it.
     until: float = math.inf
-    was_lost: bool = False
+    lost_at: float | None = None
+
+
+@dataclass
+class Span:
+    """A time in which somebody could do nothing."""
+
+    begun_at: float
+    ended_at: float
+
+    def meets(self, begun_at: float, ended_at: float) -> bool:
+        return self.begun_at <= ended_at and begun_at <= self.ended_at
 
 
 @dataclass
@@ -33,10 +48,15 @@ class History:
     unknown: list[str]
     #: Requests whose asker lives and was told nothing.
     forgotten: list[str]
+    #: By pid, when workers stood still: they were paused, or got no processor.
+    stalls: dict[int, list[Span]]
+    #: When there was no server.
+    away: Sequence[Span] = ()
 
     @classmethod
-    def read(cls, folder: Path, killed_at: dict[int, float]) -> History:
+    def read(cls, folder: Path, killed_at: dict[int, float], away: Sequence[Span] = ()) -> History:
         """From what every worker wrote into a file of its own; `killed_at`: those that were killed, and when."""
+        stalls: dict[int, list[Span]] = defaultdict(list)
         holdings: list[Holding] = []
         refused: dict[str, str] = {}
         open_requests: dict[str, int] = {}
@@ -60,7 +80,9 @@ class History:
                         held[request].until = entry["at"]
                     case "lost":
                         held[request].until = min(held[request].until, entry["at"])
-                        held[request].was_lost = True
+                        held[request].lost_at = held[request].lost_at or entry["at"]
+                    case "stalled":
+                        stalls[pid].append(Span(entry["since"], entry["at"]))
                     case "refused":
                         open_requests.pop(request, None)
                         refused[request] = entry["why"]
@@ -68,7 +90,7 @@ class History:
                 holding.until = min(holding.until, killed_at.get(pid, math.inf))
         unknown = [request for request, pid in open_requests.items() if pid in killed_at]
         forgotten = [request for request, pid in open_requests.items() if pid not in killed_at]
-        return cls(holdings, refused, unknown, forgotten)
+        return cls(holdings, refused, unknown, forgotten, stalls, away)
 
     def problems(self) -> list[str]:
         """Everything that must never be; empty if nothing is."""
@@ -91,4 +113,18 @@ class History:
         if len(set(requests)) != len(requests):
             found.append("a request was granted twice")
         found += [f"{request} was told nothing" for request in self.forgotten]
+        found += [
+            f"{request} was refused: {why}"
+            for request, why in self.refused.items()
+            if why.partition(":")[0] not in EXPECTED_REFUSALS
+        ]
+        found += [
+            f"{holding.request} lost {holding.gpu} without a reason"
+            for holding in self.holdings
+            if holding.lost_at is not None and not self._is_excused(holding, holding.lost_at)
+        ]
         return found
+
+    def _is_excused(self, holding: Holding, lost_at: float) -> bool:
+        """Whether a loss is no wonder: its holder stood still meanwhile, or its server was away."""
+        return any(span.meets(holding.told_at, lost_at) for span in [*self.stalls[holding.pid], *self.away])

@@ -1,6 +1,6 @@
 """A worker that takes a GPU, holds it for a moment and gives it back, over and over, and writes down what it saw.
 
-`python -m tests.chaos.worker ENDPOINT FOLDER SEED TTL`; ends after the line that it is at when standard input closes.
+`python -m tests.chaos.worker ENDPOINT FOLDER SEED TTL quick|slow`; ends after what it is at when standard input closes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from pathlib import Path
 from gpu_worker_pool import GPUWorkerPoolClient
 from gpu_worker_pool.errors import GPUWorkerPoolError, StaleAssignmentError
 
+#: Much less than what is left of a lease when its renewal is due.
+STALL_SECONDS = 0.3
 
-async def main(endpoint: str, folder: str, seed: str, ttl: str) -> None:
+
+async def main(endpoint: str, folder: str, seed: str, ttl: str, pace: str) -> None:
     draw = random.Random(seed)  # which work takes how long
     file = os.open(Path(folder, f"worker-{os.getpid()}.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     is_over = threading.Event()
@@ -32,6 +35,16 @@ async def main(endpoint: str, folder: str, seed: str, ttl: str) -> None:
     def note(what: str, request: str, at: float | None = None, **more: object) -> None:
         line = json.dumps({"what": what, "request": request, "at": time.monotonic() if at is None else at, **more})
         os.write(file, f"{line}\n".encode())
+
+    def watch_stalls() -> None:
+        """Also for who is paused, or gets no processor: that it loses its lease is no wonder then."""
+        while True:
+            since = time.monotonic()
+            time.sleep(0.05)
+            if time.monotonic() - since > STALL_SECONDS:
+                note("stalled", "", since=since)
+
+    threading.Thread(target=watch_stalls, daemon=True).start()
 
     async with GPUWorkerPoolClient(
         endpoint, lease_ttl=float(ttl), worker_timeout=120.0, polling_interval=0.5
@@ -47,7 +60,9 @@ async def main(endpoint: str, folder: str, seed: str, ttl: str) -> None:
                 note("refused", request, why=f"{type(error).__name__}: {error}")
                 continue
             note("granted", request, gpu=assignment.gpu_uuids[0], fence=assignment.fence)
-            await asyncio.sleep(draw.choice([0.0, 0.0, 0.002, 0.01, 0.03]))
+            # Those that are slow hold it for so long that it must be renewed.
+            is_slow = pace == "slow"
+            await asyncio.sleep(draw.uniform(1.0, 4.0) if is_slow else draw.choice([0.0, 0.0, 0.002, 0.01, 0.03]))
             if assignment.lost:
                 note("lost", request)
             note("releasing", request)

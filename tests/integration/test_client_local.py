@@ -25,7 +25,14 @@ from gpu_worker_pool import (
     WorkerTimeoutError,
     sync,
 )
-from gpu_worker_pool.errors import LeaseEndedError, ServiceRefusedError, ServiceUnavailableTimeoutError
+from gpu_worker_pool.errors import (
+    LeaseEndedError,
+    ServiceRefusedError,
+    ServiceRetryableError,
+    ServiceUnavailableTimeoutError,
+)
+from gpu_worker_pool.leases.keeper import LeaseKeeper
+from gpu_worker_pool.leases.local import LocalLeaseService, LocalSettings
 
 MakeClient = Callable[..., GPUWorkerPoolClient]
 
@@ -294,6 +301,16 @@ async def test_a_folder_that_cannot_be_used_is_told(
         with pytest.raises(ServiceUnavailableTimeoutError, match=r"below|file"):
             await client.request_gpu(timeout=1)
     assert not [record for record in caplog.records if record.exc_info], "it is no bug"
+
+
+async def test_readings_that_a_stop_cuts_short_are_no_bug(environ: dict[str, str]) -> None:
+    keeper = LeaseKeeper(lambda _: None)
+    keeper.start()
+    service = LocalLeaseService("local", LocalSettings.from_environment(environ), keeper)
+    await asyncio.wrap_future(keeper.want_stop())
+    keeper.join()
+    with pytest.raises(ServiceRetryableError, match="stopped"):
+        await service.fetch()
 
 
 def test_what_it_cannot_be_combined_with() -> None:

@@ -106,7 +106,10 @@ class LocalLeaseService:
     # --- readings, for the client's own loop ---
 
     async def fetch(self) -> Fetched:
-        return await asyncio.wrap_future(self._keeper.do(self._fetch))
+        try:
+            return await asyncio.wrap_future(self._keeper.do(self._fetch))
+        except PoolStoppedError as error:  # which is no fault of the readings
+            raise ServiceRetryableError(str(error)) from error
 
     async def _fetch(self) -> Fetched:
         begun = time.monotonic()
