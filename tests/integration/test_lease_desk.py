@@ -282,15 +282,15 @@ async def test_news_that_could_not_be_delivered_give_the_gpu_back(tmp_path: Path
     async with opened(tmp_path, card(0)) as desk:
         lease = await desk.acquire(ask("one"), wait_seconds=5.0, ask="first")
         assert isinstance(lease, Lease)
-        await desk.undelivered(lease, "another")
+        await desk.stopped_listening("one", "another")
         assert desk.leases[lease.lease_id].state is LeaseState.HELD
-        await desk.undelivered(lease, "first")
+        await desk.stopped_listening("one", "first")
         assert desk.leases[lease.lease_id].state is LeaseState.OFFERED
         with pytest.raises(desk_module.GPUWorkerPoolError, match="not been claimed"):
             await desk.renew(lease.lease_id, "me")
         other = await desk.holds("two")
         assert other.gpu_ids == lease.gpu_ids
-        await desk.undelivered(lease, "first")  # it is nobody's any more
+        await desk.stopped_listening("one", "first")  # it is nobody's any more
         assert desk.leases == {other.lease_id: other}
 
 

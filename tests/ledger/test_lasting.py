@@ -24,8 +24,8 @@ from gpu_worker_pool.core import (
     Renewed,
     Requested,
     RequestState,
+    StoppedListening,
     Ticked,
-    Undelivered,
     Waiter,
     check_invariants,
 )
@@ -470,8 +470,8 @@ async def test_a_gpu_may_go_from_one_to_the_next_within_one_commit(lasting: Open
     place = sqlite_place(lasting)
     ledger = lasting()
     await ledger.submit(read(place, 1))
-    lease = await granted(ledger, "first", ask="only")
-    await ledger.submit(Undelivered(lease.lease_id, "only"))  # so nobody has used it
+    await granted(ledger, "first", ask="only")
+    await ledger.submit(StoppedListening("first", "only"))  # so nobody has used it
     await ledger.submit(Requested(request("second")))
     (before,) = place.read("SELECT revision FROM meta")
     answers = await in_one_moment(ledger, [Requested(request("second")), Cancelled("first")])

@@ -33,8 +33,8 @@ from gpu_worker_pool.core import (
     Request,
     Requested,
     RequestState,
+    StoppedListening,
     Ticked,
-    Undelivered,
     Waiter,
     explain,
 )
@@ -202,7 +202,7 @@ class LeaseDesk:
     ) -> Lease | Waiting:
         """The lease, or after `wait_seconds` why not yet. Asking again with an equal request goes on waiting.
 
-        `ask` names this one asking, for `undelivered`. Raises `ImpossibleRequestError`, `RequestMismatchError`,
+        `ask` names this one asking, for `stopped_listening`. Raises `ImpossibleRequestError`, `RequestMismatchError`,
         `RequestEndedError`, `TooManyWaitingError`, `LedgerUnavailableError`, or `PoolStoppedError` when the desk
         closes.
         """
@@ -257,10 +257,9 @@ class LeaseDesk:
                 raise RequestEndedError(state=effect.state.value, reasons=effect.reasons)
         return None
 
-    async def undelivered(self, lease: Lease, ask: str) -> None:
-        """The answer to this asking could not be sent: the grant it brought about is only offered from now on."""
-        with suppress(GPUWorkerPoolError):
-            await self._submit(Undelivered(lease.lease_id, ask))
+    async def stopped_listening(self, request_id: str, ask: str) -> None:
+        """Nobody hears the answer to this asking: it keeps its place, and what it was or will be granted is offered."""
+        await self._submit_quietly(StoppedListening(request_id, ask))
 
     async def cancel(self, request_id: str, by: str | None) -> bool:
         """Take a request back, and what it was granted in the same instant; whether there was anything to take back."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.desk.desk import owner_of
-from gpu_worker_pool.errors import GPUWorkerPoolError, LedgerUnavailableError, NotYourLeaseError, PoolStoppedError
+from gpu_worker_pool.errors import LedgerUnavailableError, NotYourLeaseError, PoolStoppedError
 from gpu_worker_pool.gpu_server.answers import REFUSED_BY_THE_DESK, JSONAnswer, as_refusal
 from gpu_worker_pool.gpu_server.connected import Attention, CallerGoneError, is_gone, read_body
 from gpu_worker_pool.gpu_server.leases.bodies import (
@@ -159,26 +158,15 @@ class LeaseAPI:
             with Attention(call.receive):
                 found = await desk.acquire(request, wait_seconds=fields.wait_seconds, may_keep=fields.may_keep, ask=ask)
         except CallerGoneError:
-            await self._stopped_listening(request, fields, ask)
+            await desk.stopped_listening(request.request_id, ask)
             return None
         except PoolStoppedError:
-            await self._stopped_listening(request, fields, ask)
+            await desk.stopped_listening(request.request_id, ask)
             raise
         if isinstance(found, Lease) and is_gone(call.receive):
-            await desk.undelivered(found, ask)
+            await desk.stopped_listening(request.request_id, ask)
             return None
         return found
-
-    async def _stopped_listening(self, request: Request, fields: LeaseRequest, ask: str) -> None:
-        """It keeps its place; what it is granted from now on, or was in this moment, is only offered.
-
-        Unless it came back meanwhile: what was told, or will be, to another asking of its is not touched.
-        """
-        with suppress(GPUWorkerPoolError):
-            # What was on its way when the caller left is decided before this.
-            found = await self.desk.acquire(request, wait_seconds=0, may_keep=fields.may_keep, ask=ask)
-            if isinstance(found, Lease):
-                await self.desk.undelivered(found, ask)
 
     # --- holding ---
 
