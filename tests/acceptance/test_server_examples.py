@@ -433,7 +433,7 @@ def test_every_refusal_is_in_its_table() -> None:
 def refusals_in_code() -> set[tuple[int, str]]:
     found = {(status, code) for _, status, code in answers._REFUSALS}
     package = Path(gpu_worker_pool.__file__).parent / "gpu_server"
-    for file in package.glob("*.py"):
+    for file in package.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue

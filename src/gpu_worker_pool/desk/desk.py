@@ -34,9 +34,9 @@ from gpu_worker_pool.core import (
     Requested,
     RequestState,
     StoppedListening,
-    Ticked,
     Waiter,
     explain,
+    explain_wishes,
 )
 from gpu_worker_pool.desk.usage import LeaseUsages
 from gpu_worker_pool.errors import (
@@ -55,7 +55,7 @@ from gpu_worker_pool.hardware.samples import DriverAnswer
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping
 
-    from gpu_worker_pool.core import Effect, Event, Explanation, Pool
+    from gpu_worker_pool.core import Effect, Event, Explanation, Pool, Wishes
     from gpu_worker_pool.desk.usage import LeaseUsage
     from gpu_worker_pool.hardware.samples import GPUSample, Sample
     from gpu_worker_pool.ledger import Committed, Ledger, Tell
@@ -115,8 +115,10 @@ class LeaseDesk:
     ) -> None:
         #: Called with everything that is committed, by whichever process.
         self.on_change: Callable[[Change], object] | None = None
-        #: To look at: offered, held and in quarantine, by lease id, oldest first.
+        #: To look at, as far as this process was told: offered, held and in quarantine, by lease id, oldest first.
         self.leases: dict[str, Lease] = {}
+        #: Whether that is all there is: not before the ledger could be read, and written, for the first time.
+        self.is_informed = False
         #: Those who wait, by request id.
         self.waiting: dict[str, Waiter] = {}
         #: How many grants there were, and how requests and leases have ended, since the ledger was made.
@@ -276,11 +278,13 @@ class LeaseDesk:
             lease.state is LeaseState.HELD and lease.request.request_id == request_id for lease in self.leases.values()
         )
 
+    async def held(self) -> list[Lease]:
+        """Offered, held and in quarantine, as the ledger has them; also while nothing can be written to it."""
+        return await self._opened().look(lambda pool, _: list(pool.leases))
+
     async def lease(self, lease_id: str) -> Lease | None:
-        """As `leases` has it; also one that another process granted a moment ago."""
-        if lease_id not in self.leases:
-            await self._submit_quietly(Ticked())
-        return self.leases.get(lease_id)
+        """One of `held`."""
+        return await self._opened().look(lambda pool, _: pool.leases.lookup(lease_id))
 
     async def renew(self, lease_id: str, by: str | None) -> Lease:
         return _granted(await self._submit(Renewed(lease_id, by)))
@@ -302,6 +306,10 @@ class LeaseDesk:
     async def explain(self, request_id: str) -> Explanation | None:
         """Why it waits, GPU by GPU; None if it does not."""
         return await self._opened().look(lambda pool, now: explain(pool, request_id, now))
+
+    async def explain_wishes(self, wishes: Wishes) -> Explanation:
+        """Why somebody who asked for this now would wait."""
+        return await self._opened().look(lambda pool, now: explain_wishes(pool, wishes, now))
 
     async def queue(self) -> list[Waiting]:
         """All who wait, in order."""
@@ -370,6 +378,7 @@ class LeaseDesk:
         return True
 
     def _committed(self, committed: Committed) -> None:
+        self.is_informed = True
         self.fence, self.tally = committed.fence, committed.tally
         changed: list[Change] = []
         if committed.is_everything:

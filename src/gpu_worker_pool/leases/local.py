@@ -113,7 +113,7 @@ class LocalLeaseService:
         host = await self._host()
         sample = await self._good_sample(host)
         assert isinstance(sample.answer, DriverAnswer)  # else it is not good
-        promised = {gpu_id for lease in host.desk.leases.values() for gpu_id in lease.gpu_ids}
+        promised = {gpu_id for lease in await host.desk.held() for gpu_id in lease.gpu_ids}
         gpus = self._visibility.apply(sample.answer.gpus).gpus
         if self._settings.lease_id is not None and (inherited := await self._inherit(host)) is not None:
             # There are no others for this program, and these are not somebody else's.
@@ -159,8 +159,7 @@ class LocalLeaseService:
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
         async with self._desk_of_this_host() as host:
             if self._inherited is not None and self._inherited.has(lease):
-                await host.desk.queue()  # by then it is known what is held
-                self._inherited.check(host.desk.leases.get(lease.lease_id))
+                self._inherited.check(await host.desk.lease(lease.lease_id))
                 return
             async with asyncio.timeout(timeout_seconds):
                 await host.desk.renew(lease.lease_id, self._user)
@@ -237,8 +236,7 @@ class LocalLeaseService:
 
     async def _inherit(self, host: HostDesk) -> InheritedLease | None:
         if self._inherited is None:
-            await host.desk.queue()  # by then it is known what is held
-            lease = host.desk.leases.get(self._settings.lease_id or "")
+            lease = await host.desk.lease(self._settings.lease_id or "")
             if lease is None or not lease.is_live or lease.request.account != self._user:
                 lost = "GPU_POOL_LEASE_ID is %s, which is no lease of yours that lives: asking for GPUs without it"
                 logger.warning(lost, self._settings.lease_id)

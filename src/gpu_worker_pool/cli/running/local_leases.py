@@ -157,10 +157,8 @@ class LocalLeaseService:
         if self._is_first_over:
             return
         self._is_first_over = True
-        desk = host.desk
-        await desk.queue()  # by then it is known what is held
         deadline = awake_or_not() + DEAD_SECONDS
-        while any(is_gone(lease.request.process) for lease in desk.leases.values() if lease.request.process):
+        while any(is_gone(lease.request.process) for lease in await host.desk.held() if lease.request.process):
             if awake_or_not() > deadline:
                 return
             await asyncio.sleep(0.02)
@@ -174,7 +172,7 @@ class LocalLeaseService:
 
     async def _inherited(self, host: HostDesk, ask: Ask) -> Held | None:
         """Whoever runs inside a lease has it already, and must not wait for itself."""
-        lease = host.desk.leases.get(self._inherited_lease_id or "")
+        lease = await host.desk.lease(self._inherited_lease_id or "")
         if lease is None or not lease.is_live or lease.request.account != local_user():
             return None
         if ask.wishes.count > len(lease.held):

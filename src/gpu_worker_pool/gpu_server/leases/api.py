@@ -25,7 +25,15 @@ from gpu_worker_pool.gpu_server.leases.bodies import (
     queue_row,
     waiting_body,
 )
-from gpu_worker_pool.gpu_server.leases.schemas import ID_PATTERN, TOKEN_PATTERN, nonsense, read_request
+from gpu_worker_pool.gpu_server.leases.schemas import (
+    ID_PATTERN,
+    TOKEN_PATTERN,
+    Asked,
+    LeaseRequest,
+    Wished,
+    nonsense,
+    read_request,
+)
 from gpu_worker_pool.gpu_server.leases.visible import within_what_is_shown
 from gpu_worker_pool.gpu_server.security import Refusal, check_content_type, read_headers
 
@@ -34,8 +42,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from gpu_worker_pool.core.wishes import Wishes
     from gpu_worker_pool.desk.desk import LeaseDesk, Waiting
-    from gpu_worker_pool.gpu_server.leases.schemas import LeaseRequest
     from gpu_worker_pool.gpu_server.security import Caller, Doorkeeper, Headers
     from gpu_worker_pool.gpu_server.view import HostView
 
@@ -114,18 +122,10 @@ class LeaseAPI:
     # --- asking ---
 
     async def _acquire(self, call: Call) -> Outcome:
-        if refusal := check_content_type(call.headers, is_needed=True):
-            return refusal
-        body = await read_body(call.receive, call.headers.content_length)
-        if body is None or isinstance(body, Refusal):
-            return body
-        asked = read_request(body)
-        if isinstance(asked, Refusal):
+        asked = await self._asked(LeaseRequest, call.headers, call.receive)
+        if asked is None or isinstance(asked, Refusal):
             return asked
-        fields, asked_wishes = asked
-        wishes = within_what_is_shown(asked_wishes, self._view)
-        if isinstance(wishes, Refusal):
-            return wishes
+        fields, wishes = asked
         request_id = fields.request_id or secrets.token_hex(16)
         token = self._token_of(call, request_id)
         if not _TOKEN.match(token):
@@ -145,6 +145,21 @@ class LeaseAPI:
         if isinstance(found, Lease):
             return JSONAnswer(201, granted_body(found, token))
         return JSONAnswer(202, waiting_body(found, token))
+
+    async def _asked(
+        self, shape: type[Asked], headers: Headers, receive: Receive
+    ) -> tuple[Asked, Wishes] | Refusal | None:
+        """What is wished for, as far as it may be had here; None: nobody is there any more to be answered."""
+        if refusal := check_content_type(headers, is_needed=True):
+            return refusal
+        body = await read_body(receive, headers.content_length)
+        if body is None or isinstance(body, Refusal):
+            return body
+        asked = read_request(shape, body)
+        if isinstance(asked, Refusal):
+            return asked
+        wishes = within_what_is_shown(asked[1], self._view)
+        return wishes if isinstance(wishes, Refusal) else (asked[0], wishes)
 
     def _token_of(self, call: Call, request_id: str) -> str:
         """Its own, or ours: the same for every repetition by the same caller, and another for everybody else."""
@@ -207,16 +222,21 @@ class LeaseAPI:
 
     # --- looking: open to all, so no token is in any of these ---
 
-    def leases(self) -> JSONAnswer:
+    async def leases(self) -> JSONAnswer:
         if refusal := self._closed():
             return refusal
         desk = self.desk
-        return JSONAnswer(200, {"leases": [lease_row(lease, desk.usage_of(lease)) for lease in desk.leases.values()]})
+        try:
+            leases = list(desk.leases.values()) if desk.is_informed else await desk.held()
+        except REFUSED_BY_THE_DESK as error:
+            return JSONAnswer.refusing(as_refusal(error))
+        return JSONAnswer(200, {"leases": [lease_row(lease, desk.usage_of(lease)) for lease in leases]})
 
     async def lease(self, lease_id: str) -> JSONAnswer:
-        if refusal := self._closed():
-            return refusal
-        lease = await self.desk.lease(lease_id)
+        try:
+            lease = await self.desk.lease(lease_id)
+        except REFUSED_BY_THE_DESK as error:
+            return JSONAnswer.refusing(as_refusal(error))
         if lease is None:
             return JSONAnswer.refusing(_unknown_lease(lease_id))
         return JSONAnswer(200, lease_row(lease, self.desk.usage_of(lease)))
@@ -235,6 +255,17 @@ class LeaseAPI:
         if explanation is None:
             return JSONAnswer.refusing(_unknown_request(request_id))
         return JSONAnswer(200, explanation_body(request_id, explanation, self.desk.index_of))
+
+    async def explanation_of_wishes(self, scope: Scope, receive: Receive) -> JSONAnswer:
+        """What somebody who asked for this now would be told."""
+        asked = await self._asked(Wished, read_headers(scope), receive)
+        if asked is None or isinstance(asked, Refusal):
+            return JSONAnswer.refusing(asked or nonsense("the body is not complete"))
+        try:
+            explanation = await self.desk.explain_wishes(asked[1])
+        except REFUSED_BY_THE_DESK as error:
+            return JSONAnswer.refusing(as_refusal(error))
+        return JSONAnswer(200, explanation_body("", explanation, self.desk.index_of))
 
     def _closed(self) -> JSONAnswer | None:
         problem = self.desk.problem
