@@ -260,7 +260,8 @@ def test_taking_a_request_back(server: ServerProcess) -> None:
     assert server.get("/queue").json == {"queue": []}
     assert refused(server.ask("DELETE", f"/queue/{plain}")) == (404, "unknown_request")
     assert refused(server.ask("DELETE", "/queue/nobody")) == (404, "unknown_request")
-    assert refused(acquire(server, request_id=plain)) == (409, "request_ended")
+    ended = acquire(server, request_id=plain)
+    assert (refused(ended), ended.json["state"]) == ((409, "request_ended"), "cancelled")
 
 
 def test_what_can_never_be_granted_fails_at_once(server: ServerProcess) -> None:
@@ -280,7 +281,7 @@ def test_one_id_is_one_request(server: ServerProcess) -> None:
     assert acquire(server, request_id=mine, worker_id="w", wait_seconds=1, may_keep=False).status == 201
     assert release(server, lease).status == 200
     reply = acquire(server, request_id=mine, worker_id="w")
-    assert refused(reply) == (409, "request_ended")
+    assert (refused(reply), reply.json["state"]) == ((409, "request_ended"), "granted")
 
 
 def test_too_many_of_one_caller(tmp_path: Path) -> None:
@@ -819,6 +820,19 @@ def test_what_the_server_does_not_show_it_does_not_promise(tmp_path: Path) -> No
         for reply in (acquire(some, only=[2]), acquire(some, count=3), acquire(nothing)):
             assert refused(reply) == (409, "impossible")
         assert {granted(everything)["gpus"][0]["gpu_id"] for _ in range(2)} == {0, 2}
+
+
+def test_a_request_stays_the_same_when_a_gpu_that_is_shown_goes_missing(tmp_path: Path) -> None:
+    fake = FakeNvidiaSMI(tmp_path)
+    fake.set_gpus(*(healthy_gpu(index, utilization_gpu="0") for index in range(3)))
+    settings = {**SETTINGS, "GPU_BACKEND": "nvidia-smi", "CUDA_VISIBLE_DEVICES": "0,1"}
+    with ServerProcess(tmp_path, **settings, **fake.env) as server:
+        granted(server, count=2)
+        assert acquire(server, request_id="waits").status == 202
+        fake.set_gpus(healthy_gpu(0, utilization_gpu="0"), healthy_gpu(2, utilization_gpu="0"))
+        eventually(lambda: server.get("/gpu/count").json["gpu_count"] == 1)
+        assert acquire(server, request_id="waits").status == 202
+        assert refused(acquire(server, request_id="waits", priority=1)) == (409, "request_mismatch")
 
 
 def test_four_workers_are_one_server(tmp_path: Path) -> None:

@@ -277,6 +277,30 @@ async def test_the_file_forgets_the_oldest_of_too_many_and_nothing_that_is_not_o
     await check(ledger)
 
 
+async def test_what_was_held_for_long_is_remembered_like_what_has_just_ended(
+    lasting: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "MOST_REMEMBERED", 3)
+    monkeypatch.setattr(sqlite, "MOST_OUTCOMES", 0)
+    monkeypatch.setattr(sqlite, "FORGET_SECONDS", 0.0)
+    place = sqlite_place(lasting)
+    ledger = lasting()
+    await ledger.submit(read(place, 2))
+    long = await granted(ledger, "long", ttl=3000.0)
+    for number in range(10):
+        lasting.clock.advance(2.0)
+        await ledger.submit(read(place, 2))
+        lease = await granted(ledger, f"r{number}")
+        await ledger.submit(Released(lease.lease_id))
+    lasting.clock.advance(2.0)
+    await ledger.submit(HolderGone(long.lease_id, is_proven=True))
+    lasting.clock.advance(1.0)
+    await ledger.submit(read(place, 2))
+    assert place.read("SELECT request_id FROM requests ORDER BY ended_at") == ["r8", "r9", "long"]
+    with pytest.raises(LeaseEndedError, match="was lost before it was released: its holder is gone"):
+        await ledger.submit(Released(long.lease_id))
+
+
 # ---- rule 10: time in which nobody served does not count
 
 

@@ -287,11 +287,10 @@ class LeaseDesk:
         return await self._opened().look(lambda pool, _: pool.leases.lookup(lease_id))
 
     async def renew(self, lease_id: str, by: str | None) -> Lease:
-        return _granted(await self._submit(Renewed(lease_id, by)))
-
-    def renew_from_thread(self, lease_id: str, by: str | None) -> Lease:
-        """For a thread that runs no event loop; the loop of this desk may be blocked for minutes."""
-        return _granted(self._opened().submit_from_thread(Renewed(lease_id, by)))
+        effects = await self._submit(Renewed(lease_id, by))
+        # Others may have been granted something in the same moment.
+        leases = (effect.lease for effect in effects if isinstance(effect, Granted))
+        return next(lease for lease in leases if lease.lease_id == lease_id)
 
     async def release(self, lease_id: str, by: str | None) -> None:
         """Give it back; twice is harmless. `by=None`: an administrator, who may also end a quarantine."""
@@ -314,6 +313,11 @@ class LeaseDesk:
     async def queue(self) -> list[Waiting]:
         """All who wait, in order."""
         return await self._opened().look(_queue)
+
+    async def wishes_of(self, request_id: str) -> Wishes | None:
+        """What it was asked with, if it waits, holds, or has just ended."""
+        known = await self._opened().look(lambda pool, _: pool.requests.get(request_id))
+        return None if known is None else known.request.wishes
 
     def index_of(self, gpu_id: str) -> int | None:
         """The number that a GPU, or the GPU of a MIG device, has now."""
@@ -485,10 +489,6 @@ class LeaseDesk:
             elif known.is_live:
                 events.append(HolderGone(known.lease_id, is_proven=True))
         return events
-
-
-def _granted(effects: Iterable[Effect]) -> Lease:
-    return next(effect.lease for effect in effects if isinstance(effect, Granted))
 
 
 def _is_open(pool: Pool, request_id: str) -> bool:

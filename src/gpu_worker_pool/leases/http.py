@@ -90,9 +90,7 @@ class HTTPLeaseService:
             reasons = problem.reasons or (problem.detail or "the server refuses it as it is",)
             raise ImpossibleRequestError(reasons=reasons)
         if problem.error == "request_ended":
-            # Servers that do not say how it ended for programs say it for people.
-            state = problem.state or ("cancelled" if "cancelled" in problem.detail else "")
-            raise RequestEndedError(problem.detail or None, state=state, reasons=problem.reasons)
+            raise RequestEndedError(problem.detail or None, state=problem.state, reasons=problem.reasons)
         if problem.error == "request_mismatch":
             raise RequestMismatchError(problem.detail or None)
         if problem.error == "too_many_waiting":

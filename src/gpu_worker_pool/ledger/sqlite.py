@@ -264,7 +264,7 @@ class SQLiteLedger:
             for asked in events:
                 self._tell_asker(asked, None, LedgerUnavailableError(f"{type(error).__name__}: {error}"))
             return
-        self._complaint = ""
+        self._complaint, self._pause_until = "", -math.inf
         # Threads first: they do not wait for the loop.
         for asked, value, problem in results:
             if isinstance(asked.answer, _FromThread):

@@ -158,7 +158,8 @@ class LeaseAPI:
         asked = read_request(shape, body)
         if isinstance(asked, Refusal):
             return asked
-        wishes = within_what_is_shown(asked[1], self._view)
+        request_id = asked[0].request_id if isinstance(asked[0], LeaseRequest) else None
+        wishes = await within_what_is_shown(asked[1], self._view, lambda: self.desk.wishes_of(request_id or ""))
         return wishes if isinstance(wishes, Refusal) else (asked[0], wishes)
 
     def _token_of(self, call: Call, request_id: str) -> str:

@@ -175,7 +175,7 @@ class LeasedGPU(BaseModel):
 
 
 class LeaseFacts(BaseModel):
-    lease_id: str = Field(examples=["L12"])
+    lease_id: str = Field(examples=["lease-12"])
     request_id: str = Field(examples=["train-7"])
     worker_id: str = Field(examples=["trainer"])
     fence: int = Field(
@@ -206,7 +206,7 @@ class GrantedLease(Lease):
 
 
 class Quarantine(BaseModel):
-    reason: str = Field(examples=["it expired"])
+    reason: str = Field(examples=["its lease was not renewed in time"])
     seconds: float = Field(description="For how long it has been.", examples=[3.2])
 
 
@@ -229,7 +229,7 @@ class Leases(BaseModel):
 
 
 class Released(BaseModel):
-    lease_id: str = Field(examples=["L12"])
+    lease_id: str = Field(examples=["lease-12"])
     released: Literal[True]
 
 
@@ -290,3 +290,4 @@ class Refused(BaseModel):
     detail: str = Field(description="What is wrong and what to do, for people.")
     error: str = Field(description="Which of a few known causes it is, for programs.")
     reasons: list[str] | None = Field(None, description="Each for itself, where there are several.")
+    state: str | None = Field(None, description="How a request has ended.", examples=["cancelled"])
