@@ -31,6 +31,7 @@ LEASE_ROUTES = {
     "/leases/{lease_id}": {"get", "delete"},
     "/leases/{lease_id}/renew": {"post"},
     "/queue": {"get"},
+    "/explain": {"post"},
     "/queue/{request_id}": {"get", "delete"},
 }
 OPERATIONS = len(ROUTES) + sum(len(methods) for methods in LEASE_ROUTES.values())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sqlite3
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +338,23 @@ def test_serve(programs: Programs) -> None:
 def test_serve_refuses_nonsense(programs: Programs) -> None:
     assert programs.call("serve", "--simulate", "1", "--backend", "nvml").returncode == 2
     assert programs.call("serve", "--backend", "abacus").returncode == 2
+
+
+@contextlib.contextmanager
+def locked_ledger(programs: Programs) -> Iterator[None]:
+    """Somebody else writes to the ledger, and does not come to an end."""
+    (path,) = (programs.folder / "state").glob("ledger-*.db")
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        yield
+        connection.execute("ROLLBACK")
+
+
+def test_no_gpu_is_called_free_while_the_ledger_is_locked(programs: Programs) -> None:
+    programs.holding("--label", "mine")
+    with locked_ledger(programs), ThreadPoolExecutor() as threads:  # each of them is held up for a while
+        called = [threads.submit(programs.json, *what) for what in (("leases",), ("status",), ("explain",))]
+        leases, status, told = [each.result() for each in called]
+    assert [row["label"] for row in leases["leases"]] == ["mine"]
+    assert [row["label"] for row in status["endpoints"][0]["gpus"][0]["leases"]] == ["mine"]
+    assert told["gpus"][0]["obstacles"][0]["kind"] == "held"

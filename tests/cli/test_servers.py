@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +77,28 @@ def test_a_run_and_what_is_shown_of_it(programs: Programs, server: ServerProcess
     status = programs.json("status")
     assert [row["gpu_id"] for row in status["endpoints"][0]["gpus"]] == [0, 1]
     assert len(status["endpoints"][0]["leases"]) == 1
+
+
+def test_a_server_explains_as_its_host_does(tmp_path: Path) -> None:
+    """Also what only the ledger knows: what others wish for, and how much was in use before."""
+    with start_server(tmp_path) as server, Programs(tmp_path) as programs:
+        at, here = ["-e", server.url], ["-e", "local://"]
+        programs.environment |= {"GPU_BACKEND": "simulated:2"}
+        programs.holding("--memory", "4GiB", "--share")
+        programs.start("run", "-n", "2", "--only", "0,1", "--", "true")
+        eventually(lambda: programs.waiting(*at))
+
+        def without_times(body: dict[str, Any]) -> str:
+            return re.sub(r"for \d+ s", "for a while", json.dumps(body, sort_keys=True))
+
+        for wishes in ([], ["-n", "2"], ["--memory", "8GiB", "--share"], ["--memory", "100GiB"], ["--idle"]):
+
+            def agree(wishes: list[str] = wishes) -> bool:
+                told = [without_times(programs.json("explain", *where, *wishes)) for where in (at, here)]
+                assert told[0] == told[1]
+                return True
+
+            eventually(agree, 30)
 
 
 def test_inside_a_lease_it_does_not_wait_for_itself(programs: Programs) -> None:
@@ -226,7 +250,9 @@ def test_a_server_without_leases(programs: Programs) -> None:
         shown = programs.call("status", *at)
         assert shown.returncode == 0
         assert "this server gives no leases" in shown.stdout
-        assert "could be granted now" in programs.call("explain", *at).stdout
+        explained = programs.call("explain", *at)
+        assert explained.returncode == 69
+        assert f"{old.url} cannot explain wishes: it is an older server; update it" in explained.stderr
         assert programs.call("leases", *at).returncode == 69
 
 

@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import socket
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -259,7 +260,8 @@ def test_taking_a_request_back(server: ServerProcess) -> None:
     assert server.get("/queue").json == {"queue": []}
     assert refused(server.ask("DELETE", f"/queue/{plain}")) == (404, "unknown_request")
     assert refused(server.ask("DELETE", "/queue/nobody")) == (404, "unknown_request")
-    assert refused(acquire(server, request_id=plain)) == (409, "request_ended")
+    ended = acquire(server, request_id=plain)
+    assert (refused(ended), ended.json["state"]) == ((409, "request_ended"), "cancelled")
 
 
 def test_what_can_never_be_granted_fails_at_once(server: ServerProcess) -> None:
@@ -279,7 +281,7 @@ def test_one_id_is_one_request(server: ServerProcess) -> None:
     assert acquire(server, request_id=mine, worker_id="w", wait_seconds=1, may_keep=False).status == 201
     assert release(server, lease).status == 200
     reply = acquire(server, request_id=mine, worker_id="w")
-    assert refused(reply) == (409, "request_ended")
+    assert (refused(reply), reply.json["state"]) == ((409, "request_ended"), "granted")
 
 
 def test_too_many_of_one_caller(tmp_path: Path) -> None:
@@ -820,6 +822,19 @@ def test_what_the_server_does_not_show_it_does_not_promise(tmp_path: Path) -> No
         assert {granted(everything)["gpus"][0]["gpu_id"] for _ in range(2)} == {0, 2}
 
 
+def test_a_request_stays_the_same_when_a_gpu_that_is_shown_goes_missing(tmp_path: Path) -> None:
+    fake = FakeNvidiaSMI(tmp_path)
+    fake.set_gpus(*(healthy_gpu(index, utilization_gpu="0") for index in range(3)))
+    settings = {**SETTINGS, "GPU_BACKEND": "nvidia-smi", "CUDA_VISIBLE_DEVICES": "0,1"}
+    with ServerProcess(tmp_path, **settings, **fake.env) as server:
+        granted(server, count=2)
+        assert acquire(server, request_id="waits").status == 202
+        fake.set_gpus(healthy_gpu(0, utilization_gpu="0"), healthy_gpu(2, utilization_gpu="0"))
+        eventually(lambda: server.get("/gpu/count").json["gpu_count"] == 1)
+        assert acquire(server, request_id="waits").status == 202
+        assert refused(acquire(server, request_id="waits", priority=1)) == (409, "request_mismatch")
+
+
 def test_four_workers_are_one_server(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, **SETTINGS, WORKERS="4") as server:
         eventually(lambda: server.log.count("Application startup complete") == 4)
@@ -875,3 +890,48 @@ def test_head_and_other_methods(server: ServerProcess) -> None:
         assert server.get(path, method="PUT").status == 405
     assert server.ask("POST", "/queue", {}).status == 405
     assert server.ask("DELETE", "/leases").status == 405
+
+
+def test_nothing_is_said_to_be_free_while_the_ledger_is_locked_from_the_beginning(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "GPU_BACKEND": "simulated:1"}
+    with ServerProcess(tmp_path, **settings) as server:
+        lease = granted(server, ttl_seconds=600)
+    (path,) = (tmp_path / "state").glob("ledger-*.db")
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as elsewhere:
+        elsewhere.execute("BEGIN EXCLUSIVE")
+        with ServerProcess(tmp_path, **settings) as server:
+            (row,) = eventually(lambda: server.get("/leases", timeout=15).json["leases"])
+            assert row["lease_id"] == lease["lease_id"]
+            assert server.get(f"/leases/{lease['lease_id']}", timeout=15).json["state"] == "held"
+            (gpu,) = server.get("/gpu/stats").json["gpus"]
+            assert gpu["leases"] is None, "not known, which is not the same as nobody's"
+            elsewhere.execute("ROLLBACK")
+            eventually(lambda: server.get("/gpu/stats").json["gpus"][0]["leases"])
+
+
+def test_wishes_are_explained_before_anybody_asks_for_them(server: ServerProcess) -> None:
+    free = server.ask("POST", "/explain", {"count": 2})
+    assert (free.status, free.json["summary"], free.json["request_id"]) == (200, "2 GPUs: could be granted now", "")
+    granted(server, count=4)
+    waiting = new("waits")
+    acquire(server, request_id=waiting)
+    explained, of_waiter = server.ask("POST", "/explain", {}).json, server.get(f"/queue/{waiting}").json
+    assert (explained["position"], of_waiter["position"]) == (2, 1)
+    assert [gpu["obstacles"][0]["kind"] for gpu in explained["gpus"]] == ["held"] * 4
+    assert explained.keys() == of_waiter.keys()
+    assert len(server.get("/queue").json["queue"]) == 1, "nothing was asked for"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"request_id": "mine"}, "request_id: there is no such field"),
+        ({"wait_seconds": 1}, "wait_seconds: there is no such field"),
+        ({"count": 0}, "count: Input should be greater than or equal to 1"),
+        ({"share": True}, "share=True needs memory_mb"),
+    ],
+)
+def test_wishes_that_make_no_sense_are_not_explained(server: ServerProcess, body: dict[str, Any], reason: str) -> None:
+    reply = server.ask("POST", "/explain", body)
+    assert refused(reply) == (422, "invalid")
+    assert reason in reply.json["reasons"][0]

@@ -21,7 +21,17 @@ import pytest
 from tests.waiting import eventually
 
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.core import Lease, LeaseState, PoolSettings, ProcessReading, Request, Wishes
+from gpu_worker_pool.core import (
+    Effect,
+    Event,
+    Granted,
+    Lease,
+    LeaseState,
+    PoolSettings,
+    ProcessReading,
+    Request,
+    Wishes,
+)
 from gpu_worker_pool.desk import desk as desk_module
 from gpu_worker_pool.desk.desk import Change, LeaseDesk, Waiting, owner_of
 from gpu_worker_pool.errors import (
@@ -37,6 +47,7 @@ from gpu_worker_pool.errors import (
 )
 from gpu_worker_pool.hardware.processes import name_of_this_process
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, MIGSample, Sample
+from gpu_worker_pool.ledger.memory import MemoryLedger
 from gpu_worker_pool.ledger.sqlite import SQLiteLedger
 
 ROOT = Path(__file__).parents[2]
@@ -282,16 +293,32 @@ async def test_news_that_could_not_be_delivered_give_the_gpu_back(tmp_path: Path
     async with opened(tmp_path, card(0)) as desk:
         lease = await desk.acquire(ask("one"), wait_seconds=5.0, ask="first")
         assert isinstance(lease, Lease)
-        await desk.undelivered(lease, "another")
+        await desk.stopped_listening("one", "another")
         assert desk.leases[lease.lease_id].state is LeaseState.HELD
-        await desk.undelivered(lease, "first")
+        await desk.stopped_listening("one", "first")
         assert desk.leases[lease.lease_id].state is LeaseState.OFFERED
         with pytest.raises(desk_module.GPUWorkerPoolError, match="not been claimed"):
             await desk.renew(lease.lease_id, "me")
         other = await desk.holds("two")
         assert other.gpu_ids == lease.gpu_ids
-        await desk.undelivered(lease, "first")  # it is nobody's any more
+        await desk.stopped_listening("one", "first")  # it is nobody's any more
         assert desk.leases == {other.lease_id: other}
+
+
+async def test_whoever_renews_is_told_of_its_own_lease(tmp_path: Path) -> None:
+    async with opened(tmp_path, card(0), card(1)) as desk:
+        first, second = await desk.holds("first"), await desk.holds("second")
+
+    class GrantsBoth(MemoryLedger):
+        """Somebody else is granted a GPU in the same moment."""
+
+        async def submit(self, _event: Event) -> tuple[Effect, ...]:
+            return Granted(first), Granted(second)
+
+    both = LeaseDesk(lambda tell: GrantsBoth(PoolSettings(), tell), lambda _: None)
+    await both.start()
+    assert await both.renew(second.lease_id, "me") == second
+    await both.stop()
 
 
 # ---- the hardware

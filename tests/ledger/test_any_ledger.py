@@ -26,8 +26,8 @@ from gpu_worker_pool.core import (
     Requested,
     RequestState,
     Stopped,
+    StoppedListening,
     Ticked,
-    Undelivered,
     Waiter,
     check_invariants,
     explain,
@@ -393,7 +393,7 @@ async def test_what_its_holder_knows_of_is_not_undone_by_a_later_asking(opened: 
     lease = await granted_after_reading(ledger, opened, "one")
     again = await granted(ledger, "one", ask="again")  # and nobody waits for the answer
     assert again.lease_id == lease.lease_id
-    await ledger.submit(Undelivered(lease.lease_id, "again"))
+    await ledger.submit(StoppedListening("one", "again"))
     held = opened.told.changes["one"]
     assert isinstance(held, Lease)
     assert held.state is LeaseState.HELD
@@ -405,7 +405,7 @@ async def test_an_asking_that_was_followed_by_another_undoes_nothing(opened: Ope
     await ledger.submit(Requested(request("one"), asking_until=opened.clock.now() + 30, ask="second"))
     (effect,) = await ledger.submit(read(opened.place, 1))
     assert isinstance(effect, Granted)
-    await ledger.submit(Undelivered(effect.lease.lease_id, "first"))
+    await ledger.submit(StoppedListening("one", "first"))
     assert opened.told.changes["one"] == effect.lease
 
 
@@ -414,7 +414,7 @@ async def test_a_renewed_lease_is_its_holders_whatever_was_not_delivered(opened:
     await ledger.submit(read(opened.place, 1))
     lease = await granted(ledger, "one", ask="first")
     await ledger.submit(Renewed(lease.lease_id))
-    await ledger.submit(Undelivered(lease.lease_id, "first"))
+    await ledger.submit(StoppedListening("one", "first"))
     held = opened.told.changes["one"]
     assert isinstance(held, Lease)
     assert held.state is LeaseState.HELD
@@ -423,17 +423,17 @@ async def test_a_renewed_lease_is_its_holders_whatever_was_not_delivered(opened:
 async def test_an_answer_that_was_not_delivered_is_only_offered(opened: Opened) -> None:
     ledger = opened(PoolSettings(claim_seconds=10.0))
     await ledger.submit(read(opened.place, 1))
-    lease = await granted(ledger, "one", ask="first")
-    assert await ledger.submit(Undelivered(lease.lease_id, "first")) == ()
+    await granted(ledger, "one", ask="first")
+    assert await ledger.submit(StoppedListening("one", "first")) == ()
     offered = opened.told.changes["one"]
     assert isinstance(offered, Lease)
     assert (offered.state, offered.expires_at) == (LeaseState.OFFERED, opened.clock.now() + 10.0)
     opened.clock.advance(9.0)
     claimed = await granted(ledger, "one", ask="second")
     assert (claimed.state, claimed.expires_at) == (LeaseState.HELD, opened.clock.now() + TTL)
-    await ledger.submit(Undelivered(lease.lease_id, "first"))  # an old one: it was told since
+    await ledger.submit(StoppedListening("one", "first"))  # an old one: it was told since
     assert opened.told.changes["one"] == claimed
-    await ledger.submit(Undelivered(lease.lease_id, "second"))
+    await ledger.submit(StoppedListening("one", "second"))
     opened.clock.advance(9.0)
     await ledger.submit(read(opened.place, 1))
     opened.clock.advance(1.0)

@@ -480,6 +480,24 @@ async def test_a_locked_ledger_can_be_looked_at_and_opened(place: InSQLite, monk
         locked.communicate("go on\n")
 
 
+async def test_once_it_can_be_written_again_others_are_followed_at_once(
+    place: InSQLite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause after a failure is over with a success: on this clock, which stands still, it would be never."""
+    monkeypatch.setattr(ledger_file, "BUSY_SECONDS", 0.1)
+    async with opened(place) as ledger, opened(place) as other:
+        with writer(place) as locked:
+            with pytest.raises(LedgerUnavailableError, match="locked"):
+                await ledger.submit(read(place, 2))
+            locked.communicate("go on\n")
+        await ledger.submit(read(place, 2))
+        await other.submit(read(place, 2))
+        lease = await granted(other, "theirs")
+        async with asyncio.timeout(15):
+            while await ledger.look(lambda pool, _: pool.leases.lookup(lease.lease_id)) is None:
+                await asyncio.sleep(0.01)
+
+
 async def test_a_process_that_is_stopped_inside_a_transaction_holds_the_others_up_for_a_bounded_time(
     place: InSQLite, monkeypatch: pytest.MonkeyPatch
 ) -> None:

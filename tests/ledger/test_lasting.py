@@ -24,8 +24,8 @@ from gpu_worker_pool.core import (
     Renewed,
     Requested,
     RequestState,
+    StoppedListening,
     Ticked,
-    Undelivered,
     Waiter,
     check_invariants,
 )
@@ -277,6 +277,30 @@ async def test_the_file_forgets_the_oldest_of_too_many_and_nothing_that_is_not_o
     await check(ledger)
 
 
+async def test_what_was_held_for_long_is_remembered_like_what_has_just_ended(
+    lasting: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "MOST_REMEMBERED", 3)
+    monkeypatch.setattr(sqlite, "MOST_OUTCOMES", 0)
+    monkeypatch.setattr(sqlite, "FORGET_SECONDS", 0.0)
+    place = sqlite_place(lasting)
+    ledger = lasting()
+    await ledger.submit(read(place, 2))
+    long = await granted(ledger, "long", ttl=3000.0)
+    for number in range(10):
+        lasting.clock.advance(2.0)
+        await ledger.submit(read(place, 2))
+        lease = await granted(ledger, f"r{number}")
+        await ledger.submit(Released(lease.lease_id))
+    lasting.clock.advance(2.0)
+    await ledger.submit(HolderGone(long.lease_id, is_proven=True))
+    lasting.clock.advance(1.0)
+    await ledger.submit(read(place, 2))
+    assert place.read("SELECT request_id FROM requests ORDER BY ended_at") == ["r8", "r9", "long"]
+    with pytest.raises(LeaseEndedError, match="was lost before it was released: its holder is gone"):
+        await ledger.submit(Released(long.lease_id))
+
+
 # ---- rule 10: time in which nobody served does not count
 
 
@@ -470,8 +494,8 @@ async def test_a_gpu_may_go_from_one_to_the_next_within_one_commit(lasting: Open
     place = sqlite_place(lasting)
     ledger = lasting()
     await ledger.submit(read(place, 1))
-    lease = await granted(ledger, "first", ask="only")
-    await ledger.submit(Undelivered(lease.lease_id, "only"))  # so nobody has used it
+    await granted(ledger, "first", ask="only")
+    await ledger.submit(StoppedListening("first", "only"))  # so nobody has used it
     await ledger.submit(Requested(request("second")))
     (before,) = place.read("SELECT revision FROM meta")
     answers = await in_one_moment(ledger, [Requested(request("second")), Cancelled("first")])

@@ -32,8 +32,8 @@ from gpu_worker_pool.core.events import (
     Requested,
     Resumed,
     Stopped,
+    StoppedListening,
     Ticked,
-    Undelivered,
     Unreachable,
 )
 from gpu_worker_pool.core.explanation import Explanation, GPUExplanation, explain, explain_wishes
@@ -84,9 +84,9 @@ __all__ = [
     "Requested",
     "Resumed",
     "Stopped",
+    "StoppedListening",
     "Strategy",
     "Ticked",
-    "Undelivered",
     "Unreachable",
     "Waiter",
     "WakeAt",

@@ -42,7 +42,7 @@ class Requested:
     asking_until: float | None = None
     #: Whether GPUs may be kept for it here: one that waits in several places may have them kept in one only (rule 4).
     may_keep: bool = True
-    #: Names this one asking, for `Undelivered`.
+    #: Names this one asking, for `StoppedListening`.
     ask: str = ""
 
 
@@ -75,11 +75,11 @@ class Renewed:
 
 
 @record
-class Undelivered:
-    """The news of a grant did not reach its asker: it is only offered from now on (rule 9)."""
+class StoppedListening:
+    """Nobody is there any more to hear the answer to this asking: what it is granted is only offered (rule 9)."""
 
-    lease_id: str
-    #: The asking that was not answered. Only a grant that this one brought about was told to nobody else.
+    request_id: str
+    #: Which asking. Its asker may have asked again since: what another asking waits for, or was told, stays as it is.
     ask: str
 
 
@@ -150,7 +150,7 @@ Event = (
     | Cancelled
     | Released
     | Renewed
-    | Undelivered
+    | StoppedListening
     | Resumed
     | HolderGone
     | QuarantineEnded

@@ -27,8 +27,8 @@ from gpu_worker_pool.core.events import (
     Requested,
     Resumed,
     Stopped,
+    StoppedListening,
     Ticked,
-    Undelivered,
     Unreachable,
 )
 from gpu_worker_pool.core.evidence import trace_of
@@ -427,11 +427,19 @@ class Pool:
             self.set_waiter_timer(waiter)
             self.requests[waiter.request.request_id] = waiter
 
-    def _undelivered(self, event: Undelivered, now: float) -> None:
-        lease = self.leases.lookup(event.lease_id)
-        if lease is not None and lease.state is HELD and lease.ask and lease.ask == event.ask:
+    def _stopped_listening(self, event: StoppedListening, now: float) -> None:
+        known = self.requests.get(event.request_id)
+        if known is None or isinstance(known, Outcome) or not event.ask or known.ask != event.ask:
+            return
+        if isinstance(known, Waiter):
+            # Not until this moment, but before: what is granted in the same one would be told to nobody.
+            known.asking_until = now - 1.0
+            known.gives_up_at = now + self.settings.patience_seconds
+            self.set_waiter_timer(known)
+            self.requests[event.request_id] = known
+        elif known.state is HELD:
             claim_until = now + self.settings.claim_seconds
-            self._replace_lease(lease.moved(LeaseState.OFFERED, expires_at=claim_until))
+            self._replace_lease(known.moved(LeaseState.OFFERED, expires_at=claim_until))
 
     def _holder_gone(self, event: HolderGone, now: float) -> None:
         lease = self.leases.lookup(event.lease_id)
@@ -524,7 +532,7 @@ class Pool:
         Cancelled: (legality.check_cancelled, _cancelled),
         Released: (legality.check_released, _released),
         Renewed: (legality.check_renewed, _renewed),
-        Undelivered: (None, _undelivered),
+        StoppedListening: (None, _stopped_listening),
         Resumed: (None, _resumed),
         HolderGone: (None, _holder_gone),
         QuarantineEnded: (legality.check_quarantine_ended, _quarantine_ended),

@@ -34,10 +34,10 @@ from gpu_worker_pool.core import (
     Request,
     Requested,
     RequestState,
-    Ticked,
-    Undelivered,
+    StoppedListening,
     Waiter,
     explain,
+    explain_wishes,
 )
 from gpu_worker_pool.desk.usage import LeaseUsages
 from gpu_worker_pool.errors import (
@@ -55,7 +55,7 @@ from gpu_worker_pool.hardware.samples import DriverAnswer
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping
 
-    from gpu_worker_pool.core import Effect, Event, Explanation, Pool
+    from gpu_worker_pool.core import Effect, Event, Explanation, Pool, Wishes
     from gpu_worker_pool.desk.usage import LeaseUsage
     from gpu_worker_pool.hardware.samples import GPUSample, Sample
     from gpu_worker_pool.ledger import Committed, Ledger, Tell
@@ -115,8 +115,10 @@ class LeaseDesk:
     ) -> None:
         #: Called with everything that is committed, by whichever process.
         self.on_change: Callable[[Change], object] | None = None
-        #: To look at: offered, held and in quarantine, by lease id, oldest first.
+        #: To look at, as far as this process was told: offered, held and in quarantine, by lease id, oldest first.
         self.leases: dict[str, Lease] = {}
+        #: Whether that is all there is: not before the ledger could be read, and written, for the first time.
+        self.is_informed = False
         #: Those who wait, by request id.
         self.waiting: dict[str, Waiter] = {}
         #: How many grants there were, and how requests and leases have ended, since the ledger was made.
@@ -202,7 +204,7 @@ class LeaseDesk:
     ) -> Lease | Waiting:
         """The lease, or after `wait_seconds` why not yet. Asking again with an equal request goes on waiting.
 
-        `ask` names this one asking, for `undelivered`. Raises `ImpossibleRequestError`, `RequestMismatchError`,
+        `ask` names this one asking, for `stopped_listening`. Raises `ImpossibleRequestError`, `RequestMismatchError`,
         `RequestEndedError`, `TooManyWaitingError`, `LedgerUnavailableError`, or `PoolStoppedError` when the desk
         closes.
         """
@@ -257,10 +259,9 @@ class LeaseDesk:
                 raise RequestEndedError(state=effect.state.value, reasons=effect.reasons)
         return None
 
-    async def undelivered(self, lease: Lease, ask: str) -> None:
-        """The answer to this asking could not be sent: the grant it brought about is only offered from now on."""
-        with suppress(GPUWorkerPoolError):
-            await self._submit(Undelivered(lease.lease_id, ask))
+    async def stopped_listening(self, request_id: str, ask: str) -> None:
+        """Nobody hears the answer to this asking: it keeps its place, and what it was or will be granted is offered."""
+        await self._submit_quietly(StoppedListening(request_id, ask))
 
     async def cancel(self, request_id: str, by: str | None) -> bool:
         """Take a request back, and what it was granted in the same instant; whether there was anything to take back."""
@@ -277,18 +278,19 @@ class LeaseDesk:
             lease.state is LeaseState.HELD and lease.request.request_id == request_id for lease in self.leases.values()
         )
 
+    async def held(self) -> list[Lease]:
+        """Offered, held and in quarantine, as the ledger has them; also while nothing can be written to it."""
+        return await self._opened().look(lambda pool, _: list(pool.leases))
+
     async def lease(self, lease_id: str) -> Lease | None:
-        """As `leases` has it; also one that another process granted a moment ago."""
-        if lease_id not in self.leases:
-            await self._submit_quietly(Ticked())
-        return self.leases.get(lease_id)
+        """One of `held`."""
+        return await self._opened().look(lambda pool, _: pool.leases.lookup(lease_id))
 
     async def renew(self, lease_id: str, by: str | None) -> Lease:
-        return _granted(await self._submit(Renewed(lease_id, by)))
-
-    def renew_from_thread(self, lease_id: str, by: str | None) -> Lease:
-        """For a thread that runs no event loop; the loop of this desk may be blocked for minutes."""
-        return _granted(self._opened().submit_from_thread(Renewed(lease_id, by)))
+        effects = await self._submit(Renewed(lease_id, by))
+        # Others may have been granted something in the same moment.
+        leases = (effect.lease for effect in effects if isinstance(effect, Granted))
+        return next(lease for lease in leases if lease.lease_id == lease_id)
 
     async def release(self, lease_id: str, by: str | None) -> None:
         """Give it back; twice is harmless. `by=None`: an administrator, who may also end a quarantine."""
@@ -304,9 +306,18 @@ class LeaseDesk:
         """Why it waits, GPU by GPU; None if it does not."""
         return await self._opened().look(lambda pool, now: explain(pool, request_id, now))
 
+    async def explain_wishes(self, wishes: Wishes) -> Explanation:
+        """Why somebody who asked for this now would wait."""
+        return await self._opened().look(lambda pool, now: explain_wishes(pool, wishes, now))
+
     async def queue(self) -> list[Waiting]:
         """All who wait, in order."""
         return await self._opened().look(_queue)
+
+    async def wishes_of(self, request_id: str) -> Wishes | None:
+        """What it was asked with, if it waits, holds, or has just ended."""
+        known = await self._opened().look(lambda pool, _: pool.requests.get(request_id))
+        return None if known is None else known.request.wishes
 
     def index_of(self, gpu_id: str) -> int | None:
         """The number that a GPU, or the GPU of a MIG device, has now."""
@@ -371,6 +382,7 @@ class LeaseDesk:
         return True
 
     def _committed(self, committed: Committed) -> None:
+        self.is_informed = True
         self.fence, self.tally = committed.fence, committed.tally
         changed: list[Change] = []
         if committed.is_everything:
@@ -477,10 +489,6 @@ class LeaseDesk:
             elif known.is_live:
                 events.append(HolderGone(known.lease_id, is_proven=True))
         return events
-
-
-def _granted(effects: Iterable[Effect]) -> Lease:
-    return next(effect.lease for effect in effects if isinstance(effect, Granted))
 
 
 def _is_open(pool: Pool, request_id: str) -> bool:

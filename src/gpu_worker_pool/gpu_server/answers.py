@@ -44,7 +44,8 @@ REFUSED_BY_THE_DESK: Final = tuple(kind for kind, _, _ in _REFUSALS)
 
 def as_refusal(error: Exception) -> Refusal:
     status, code = next((status, code) for kind, status, code in _REFUSALS if isinstance(error, kind))
-    return Refusal(status, code, str(error), getattr(error, "reasons", ()), RETRY_AFTER if status in (429, 503) else ())
+    headers = RETRY_AFTER if status in (429, 503) else ()
+    return Refusal(status, code, str(error), getattr(error, "reasons", ()), headers, getattr(error, "state", ""))
 
 
 class JSONAnswer:
@@ -60,6 +61,8 @@ class JSONAnswer:
         body: dict[str, Any] = {"detail": refusal.detail, "error": refusal.error}
         if refusal.reasons:
             body["reasons"] = list(refusal.reasons)
+        if refusal.state:
+            body["state"] = refusal.state
         return cls(refusal.status, body, refusal.headers)
 
     async def send(self, send: Send) -> None:

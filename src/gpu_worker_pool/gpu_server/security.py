@@ -62,6 +62,8 @@ class Refusal:
     detail: str
     reasons: tuple[str, ...] = ()
     headers: tuple[tuple[bytes, bytes], ...] = ()
+    #: How a request has ended, for programs; empty where it is not about that.
+    state: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import aiohttp
     from yarl import URL
 
+    from gpu_worker_pool.core.wishes import Wishes
     from gpu_worker_pool.errors import GPUWorkerPoolError
     from gpu_worker_pool.http_client import Answer
     from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, StillWaiting
@@ -89,9 +90,7 @@ class HTTPLeaseService:
             reasons = problem.reasons or (problem.detail or "the server refuses it as it is",)
             raise ImpossibleRequestError(reasons=reasons)
         if problem.error == "request_ended":
-            # Servers that do not say how it ended for programs say it for people.
-            state = problem.state or ("cancelled" if "cancelled" in problem.detail else "")
-            raise RequestEndedError(problem.detail or None, state=state, reasons=problem.reasons)
+            raise RequestEndedError(problem.detail or None, state=problem.state, reasons=problem.reasons)
         if problem.error == "request_mismatch":
             raise RequestMismatchError(problem.detail or None)
         if problem.error == "too_many_waiting":
@@ -169,11 +168,13 @@ class HTTPLeaseService:
 
 def _body_of(ask: LeaseAsk) -> dict[str, Any]:
     """What makes the request: the same every time it is sent."""
-    wishes = ask.wishes
+    body = {"request_id": ask.request_id, "worker_id": ask.worker_id, "ttl_seconds": ask.ttl_seconds}
+    return body | wishes_body(ask.wishes) | ({} if ask.label is None else {"label": ask.label})
+
+
+def wishes_body(wishes: Wishes) -> dict[str, Any]:
+    """As `POST /leases` and `POST /explain` understand them; without what is not wished for."""
     body: dict[str, Any] = {
-        "request_id": ask.request_id,
-        "worker_id": ask.worker_id,
-        "ttl_seconds": ask.ttl_seconds,
         "count": wishes.count,
         "share": wishes.share,
         "priority": wishes.priority,
@@ -185,7 +186,6 @@ def _body_of(ask: LeaseAsk) -> dict[str, Any]:
         "exclude": list(wishes.exclude) or None,
         "memory_threshold": wishes.memory_threshold,
         "utilization_threshold": wishes.utilization_threshold,
-        "label": ask.label,
     }
     return {name: value for name, value in body.items() if value is not None}
 

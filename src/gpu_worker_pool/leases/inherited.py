@@ -15,8 +15,6 @@ from gpu_worker_pool.leases.suitable import check_suitable, suitable
 from gpu_worker_pool.leases.values import HeldLease, LeasedGPU, StillWaiting
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from gpu_worker_pool.core.assignments import Lease
     from gpu_worker_pool.leases.values import LeaseAsk
 
@@ -49,6 +47,10 @@ class InheritedLease:
         life = LeaseLife(ask.ttl_seconds, boot_time())
         return HeldLease(self._endpoint_id, self._lease.lease_id, self._lease.fence, gpus, ask, life)
 
+    @property
+    def lease_id(self) -> str:
+        return self._lease.lease_id
+
     def has(self, lease: HeldLease) -> bool:
         return lease.ask.request_id in self._taken
 
@@ -62,8 +64,7 @@ class InheritedLease:
         self._changed = asyncio.Event()
         return True
 
-    def check(self, held: Mapping[str, Lease]) -> None:
+    def check(self, lease: Lease | None) -> None:
         """What has become of it, as the ledger says."""
-        lease = held.get(self._lease.lease_id)
         if lease is None or not lease.is_live:
             raise LeaseEndedError(f"{self._lease.lease_id}, inside which this program runs, has ended")

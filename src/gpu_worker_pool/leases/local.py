@@ -116,7 +116,7 @@ class LocalLeaseService:
         async with self._desk_of_this_host() as host:
             sample = await self._good_sample(host)
             inherited = await self._inherit(host, sample)
-            promised = {gpu_id for lease in host.desk.leases.values() for gpu_id in lease.gpu_ids}
+            promised = {gpu_id for lease in await host.desk.held() for gpu_id in lease.gpu_ids}
         assert isinstance(sample.answer, DriverAnswer)  # else it is not good
         gpus = self._visibility.apply(sample.answer.gpus).gpus
         if inherited is not None:
@@ -146,7 +146,7 @@ class LocalLeaseService:
         async with self._desk_of_this_host() as host:
             sample = await self._good_sample(host)
             if (inherited := await self._inherit(host, sample)) is not None:
-                inherited.check(host.desk.leases)
+                inherited.check(await host.desk.lease(inherited.lease_id))
                 return await inherited.take(ask, wait_seconds)
             request = self._requests.get(ask.request_id) or self._request(ask, sample)
             self._requests[ask.request_id] = request
@@ -164,8 +164,7 @@ class LocalLeaseService:
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
         async with self._desk_of_this_host() as host:
             if self._inherited is not None and self._inherited.has(lease):
-                await host.desk.queue()  # by then it is known what is held
-                self._inherited.check(host.desk.leases)
+                self._inherited.check(await host.desk.lease(lease.lease_id))
                 return
             async with asyncio.timeout(timeout_seconds):
                 await host.desk.renew(lease.lease_id, self._user)
@@ -232,9 +231,8 @@ class LocalLeaseService:
     async def _inherit(self, host: HostDesk, sample: Sample) -> InheritedLease | None:
         if self._settings.lease_id is None:
             return None
-        await host.desk.queue()  # by then it is known what is held
         if self._inherited is None:
-            lease = host.desk.leases.get(self._settings.lease_id)
+            lease = await host.desk.lease(self._settings.lease_id)
             if lease is None or not lease.is_live or not self._is_around_us(lease, sample):
                 lost = "GPU_POOL_LEASE_ID is %s, which is no lease of yours that lives: asking for GPUs without it"
                 logger.warning(lost, self._settings.lease_id)

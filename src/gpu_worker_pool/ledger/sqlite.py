@@ -213,6 +213,14 @@ class SQLiteLedger:
     def _turn(self, batch: list[_Asked]) -> None:
         questions = [asked for asked in batch if asked.is_question]
         events = [asked for asked in batch if not asked.is_question]
+        for asked in events:
+            if isinstance(asked.what, Observed):
+                # Whatever becomes of the transaction: what GPUs show is no secret of a ledger that is locked.
+                self._observed[asked.what.endpoint_id] = asked.what
+        if self._complaint:
+            # The next attempt may take as long as the last one, and whoever only looks need not wait for it.
+            while questions:
+                self._answer_question(questions.pop(0))
         if events or (self._clock() >= self._pause_until and self._has_something_to_do()):
             self._transact(events)
         for asked in questions:
@@ -256,7 +264,7 @@ class SQLiteLedger:
             for asked in events:
                 self._tell_asker(asked, None, LedgerUnavailableError(f"{type(error).__name__}: {error}"))
             return
-        self._complaint = ""
+        self._complaint, self._pause_until = "", -math.inf
         # Threads first: they do not wait for the loop.
         for asked, value, problem in results:
             if isinstance(asked.answer, _FromThread):
@@ -292,8 +300,6 @@ class SQLiteLedger:
                     continue
                 effects += done
                 results.append((asked, done, None))
-                if isinstance(asked.what, Observed):
-                    self._observed[asked.what.endpoint_id] = asked.what
             if not events or news.is_any:
                 effects += _apply(pool, Ticked(), now)
             own = self._requests.take_notes()

@@ -198,13 +198,14 @@ class Tables:
             " RETURNING revision",
             (before, _REMOVED_AT_ONCE),
         ).fetchall()
-        # Rows are numbered as they come. That some of the newest are not over does not matter.
-        removed += self._execute(
-            "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests"
-            " WHERE rowid <= (SELECT max(rowid) FROM requests) - ? AND ended_at IS NOT NULL ORDER BY rowid LIMIT ?)"
-            " RETURNING revision",
-            (MOST_REMEMBERED, _REMOVED_AT_ONCE),
-        ).fetchall()
+        # By when they ended, not by when they came: a lease that was held for days has only just ended.
+        too_many = self._execute("SELECT count(*) FROM requests WHERE ended_at IS NOT NULL").get - MOST_REMEMBERED
+        if too_many > 0:
+            removed += self._execute(
+                "DELETE FROM requests WHERE rowid IN"
+                " (SELECT rowid FROM requests WHERE ended_at IS NOT NULL ORDER BY ended_at LIMIT ?) RETURNING revision",
+                (min(too_many, _REMOVED_AT_ONCE),),
+            ).fetchall()
         if removed:
             self._execute("UPDATE meta SET forgotten = max(forgotten, ?)", (max(removed)[0],))
 

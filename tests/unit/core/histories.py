@@ -28,8 +28,8 @@ from gpu_worker_pool.core import (
     Requested,
     Resumed,
     Stopped,
+    StoppedListening,
     Ticked,
-    Undelivered,
     Unreachable,
     Wishes,
     explain,
@@ -211,19 +211,12 @@ class Histories(RuleBasedStateMachine):
                 grace = self.settings_of_pool.expiry_grace_seconds
                 assert self.now < known.expires_at + grace, "renewed after it expired"
 
-    @precondition(lambda self: self.lease_ids)
-    @rule(number=st.integers(0, 11), is_told_since=st.booleans())
-    def undelivered(self, number: int, is_told_since: bool) -> None:
-        """The answer to the asking that brought it about got lost; or one to an asking that did not."""
-        lease_id = self.some(self.lease_ids, number)
-        known = self.oracle.leases.get(lease_id)
-        ask = "another" if is_told_since or known is None else known.ask
-        assert self.step(Undelivered(lease_id, ask))
-        lease = self.pool.leases.lookup(lease_id)
-        if lease is not None:
-            if known is not None and known.state is LeaseState.HELD and lease.state is LeaseState.OFFERED:
-                assert not is_told_since, "its holder was told, and yet it is only offered"
-            self.oracle._keep_lease(lease)
+    @precondition(lambda self: self.serial)
+    @rule(number=st.integers(0, 11), is_old=st.booleans())
+    def stop_listening(self, number: int, is_old: bool) -> None:
+        """Nobody hears the answer to the last asking any more; or to one that was followed by another."""
+        request_id = self.some(list(self.oracle.requests), number)
+        self.step(StoppedListening(request_id, "an old one" if is_old else self.oracle.ask_of(request_id)))
 
     @precondition(lambda self: self.lease_ids)
     @rule(number=st.integers(0, 11), is_proven=st.booleans())
@@ -348,6 +341,7 @@ class Histories(RuleBasedStateMachine):
             card.processes_before_first = None
         for waiting in self.oracle.waiting.values():
             waiting.since += seconds
+            waiting.heard_until = None if waiting.heard_until is None else waiting.heard_until + seconds
 
     @rule(really=st.sampled_from([False, False, False, True]))
     def stop(self, really: bool) -> None:

@@ -6,7 +6,7 @@ It keeps its own books of who holds and who waits, from nothing but the events i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpu_worker_pool.core import (
     Cancelled,
@@ -24,6 +24,7 @@ from gpu_worker_pool.core import (
     Request,
     Requested,
     RequestState,
+    StoppedListening,
     Unreachable,
     WakeAt,
     Wishes,
@@ -36,6 +37,13 @@ class Waiting:
     arrival: int
     since: float
     may_keep: bool = True
+    #: Until when somebody hears the answer to its last asking; None: until there is one.
+    heard_until: float | None = None
+    ask: str = ""
+
+    def asked(self, event: Requested, now: float) -> None:
+        self.may_keep, self.ask = event.may_keep, event.ask
+        self.heard_until = None if event.asking_until is None else max(event.asking_until, now)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -95,6 +103,8 @@ class Oracle:
             self._saw_effect(effect, asked_again, now)
         if ends_here is not None:
             self._end_lease(ends_here, LeaseState.RELEASED, now)
+        if isinstance(event, StoppedListening) and event.ask:
+            self._saw_one_go(event, now)
         for request_id in list(self.waiting):
             assert request_id not in self.ended, f"{request_id} waits and has ended"
 
@@ -111,12 +121,30 @@ class Oracle:
         request = event.request
         if request.request_id in self.requests:
             if request.request_id in self.waiting:
-                self.waiting[request.request_id].may_keep = event.may_keep
+                self.waiting[request.request_id].asked(event, now)
             return request.request_id
         self.arrivals += 1
         self.requests[request.request_id] = request
-        self.waiting[request.request_id] = Waiting(request, self.arrivals, now, event.may_keep)
+        self.waiting[request.request_id] = waiting = Waiting(request, self.arrivals, now)
+        waiting.asked(event, now)
         return None
+
+    def ask_of(self, request_id: str) -> str:
+        """The asking that waits for an answer, or that nobody but its asker knows to have had one."""
+        if request_id in self.waiting:
+            return self.waiting[request_id].ask
+        return next((each.ask for each in self.leases.values() if each.request.request_id == request_id), "")
+
+    def _saw_one_go(self, event: StoppedListening, now: float) -> None:
+        """Only the asking that it is about is touched, as a waiter or as what it was granted."""
+        if self.ask_of(event.request_id) != event.ask:
+            return
+        if event.request_id in self.waiting:
+            self.waiting[event.request_id].heard_until = -math.inf
+        for lease in list(self.leases.values()):
+            if lease.request.request_id == event.request_id and lease.state is LeaseState.HELD:
+                claim_until = now + self.settings.claim_seconds
+                self._keep_lease(replace(lease, state=LeaseState.OFFERED, expires_at=claim_until))
 
     def _saw_readings(self, event: Observed, now: float) -> None:
         begun_at = min(event.begun_at, now)
@@ -200,6 +228,10 @@ class Oracle:
     def _judge_grant(self, waiting: Waiting, lease: Lease, now: float) -> None:
         wishes = waiting.request.wishes
         assert lease.fence > self.fence, "fences only grow"
+        is_heard = waiting.heard_until is None or now <= waiting.heard_until
+        assert lease.state is (LeaseState.HELD if is_heard else LeaseState.OFFERED), (
+            "offered only to who does not listen"
+        )
         assert len(set(lease.gpu_ids)) == wishes.count, "all or none"
         assert len({self.cards[gpu_id].endpoint for gpu_id in lease.gpu_ids}) == 1, "never across endpoints"
         for gpu_id in lease.gpu_ids:

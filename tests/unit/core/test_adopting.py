@@ -26,8 +26,8 @@ from gpu_worker_pool.core import (
     Request,
     Requested,
     RequestState,
+    StoppedListening,
     Ticked,
-    Undelivered,
     Waiter,
     Wishes,
     check_invariants,
@@ -91,7 +91,7 @@ def test_everything_that_can_become_of_a_request_is_taken_over() -> None:
     steps: list[tuple[Event, float]] = [
         (Requested(ask("first"), ask="a"), 1.0),
         (Requested(ask("second"), asking_until=9.0), 2.0),
-        (Undelivered("lease-1", "a"), 3.0),
+        (StoppedListening("first", "a"), 3.0),
         (Requested(ask("first")), 4.0),
         (Renewed("lease-1"), 5.0),
         (Requested(ask("second"), asking_until=12.0, may_keep=False), 6.0),
@@ -176,7 +176,7 @@ def test_a_gpu_seen_for_the_first_time_is_known_by_name_in_the_grant() -> None:
     one, other = two()
     one.does(snapshot(gpus(1), at=0.0), 0.0)
     one.does(Requested(ask("offered"), ask="a"), 1.0)
-    one.does(Undelivered("lease-1", "a"), 1.0)
+    one.does(StoppedListening("offered", "a"), 1.0)
     one.does(Cancelled("offered"), 2.0)
     other.follows(one, 2.0)
     other.does(snapshot(gpus(1), at=1.5), 2.1)
@@ -378,17 +378,17 @@ def test_only_what_was_told_to_nobody_else_is_offered_again() -> None:
         lease = pool.leases.lookup("lease-1")
         return None if lease is None else lease.state
 
-    pool.apply(Undelivered("lease-1", "second"), 1.1)
-    pool.apply(Undelivered("lease-1", ""), 1.1)
+    pool.apply(StoppedListening("one", "second"), 1.1)
+    pool.apply(StoppedListening("one", ""), 1.1)
     assert state() is LeaseState.HELD
-    pool.apply(Undelivered("lease-1", "first"), 1.2)
+    pool.apply(StoppedListening("one", "first"), 1.2)
     assert state() is LeaseState.OFFERED
     with pytest.raises(IllegalEventError, match="not been claimed"):
         pool.apply(Renewed("lease-1"), 1.3)
     pool.apply(Requested(ask("one"), ask="second"), 2.0)
     assert state() is LeaseState.HELD
-    pool.apply(Undelivered("lease-1", "second"), 2.1)
-    pool.apply(Undelivered("lease-99", "second"), 2.1)
+    pool.apply(StoppedListening("one", "second"), 2.1)
+    pool.apply(StoppedListening("nobody", "second"), 2.1)
     assert state() is LeaseState.OFFERED
     pool.apply(Ticked(), 2.1 + 5.0)
     assert state() is None

@@ -38,6 +38,7 @@ from gpu_worker_pool.core import (
     RequestState,
     Resumed,
     Stopped,
+    StoppedListening,
     Ticked,
     Unreachable,
     Wishes,
@@ -73,14 +74,21 @@ class Asker:
     listens: float | None = None
     #: An equal one that comes before it: the other order would be the same history under other names.
     after: str | None = None
+    #: The names of its askings, each of which may come and go; empty: it has no name, and stays.
+    asks: tuple[str, ...] = ("",)
 
 
 def askers(
-    *names: str, waits: float | None = None, listens: float | None = None, ttl: float | None = None, **wishes: Any
+    *names: str,
+    waits: float | None = None,
+    listens: float | None = None,
+    ttl: float | None = None,
+    asks: tuple[str, ...] = ("",),
+    **wishes: Any,
 ) -> tuple[Asker, ...]:
     wanted = Wishes(**wishes) if wishes else PLAIN
     return tuple(
-        Asker(Request(name, wanted, ttl_seconds=ttl), waits, listens, after)
+        Asker(Request(name, wanted, ttl_seconds=ttl), waits, listens, after, asks)
         for name, after in zip(names, (None, *names), strict=False)
     )
 
@@ -132,7 +140,11 @@ class Scenario:
             if may_ask:
                 deadline = None if asker.waits is None else now + asker.waits
                 asking_until = None if asker.listens is None else now + asker.listens
-                yield f"{name} asks", Requested(asker.request, deadline, asking_until)
+                for ask in asker.asks:
+                    yield f"{name} asks {ask}", Requested(asker.request, deadline, asking_until, ask=ask)
+            if name in asked:
+                for ask in filter(None, asker.asks):
+                    yield f"{name} does not hear of {ask} any more", StoppedListening(name, ask)
             if name in world.granted:
                 for what in self.said:
                     yield f"{name} {what}", SAID[what](world.granted[name])
@@ -250,6 +262,10 @@ def essence(pool: Pool, lateness: float) -> tuple[Any, ...]:
     def left(moment: float | None) -> float | None:
         return None if moment is None else max(moment - now, -1.0)
 
+    def heard(until: float | None) -> float | None:
+        """Since when nobody listens does not matter."""
+        return -1.0 if until is not None and until < now else left(until)
+
     def name(lease_id: str) -> str:
         return leases[lease_id].request.request_id if lease_id in leases else lease_id
 
@@ -257,15 +273,15 @@ def essence(pool: Pool, lateness: float) -> tuple[Any, ...]:
         tuple(
             (
                 (waiter.request.request_id, min(now - waiter.enqueued_at, settings.max_bypass_seconds)),
-                (left(waiter.deadline), left(waiter.asking_until), left(waiter.gives_up_at)),
-                (waiter.kept, waiter is pool.keeper),
+                (left(waiter.deadline), heard(waiter.asking_until), left(waiter.gives_up_at)),
+                (waiter.kept, waiter is pool.keeper, waiter.ask),
             )
             for waiter in pool.queue.in_order()
         ),
         frozenset((line.head.request.request_id, line.tried) for line in pool.queue.lines()),
         tuple(
             (
-                (lease.request.request_id, lease.state, lease.gpu_ids, order(lease.fence)),
+                (lease.request.request_id, lease.state, lease.gpu_ids, order(lease.fence), lease.ask),
                 left(lease.expires_at),
                 lease.quarantine and (left(lease.quarantine.until), *seen(lease.quarantine.since, lease.endpoint_id)),
                 tuple((held.memory_used_mb, held.processes) for held in lease.held),
@@ -354,6 +370,7 @@ LEASE = ("is released", "is renewed", "lost its holder", "is let out of quaranti
 SHARING = askers("most", memory_mb=50_000, share=True) + askers("some", "more", memory_mb=30_000, share=True)
 PRIORITIES = askers("low", "lower") + askers("high", priority=2) + askers("higher", priority=3)
 POLLED = askers("brief", listens=0.0, ttl=1.5 * STEP) + askers("long", listens=STEP, ttl=STEP)
+BROKEN = askers("twice", listens=2 * STEP, ttl=2 * STEP, asks=("old", "new")) + askers("once", ttl=STEP)
 WIDE = askers("two", count=2) + askers("one", "other")
 THREE = askers("three", count=3)
 
@@ -386,6 +403,7 @@ SMALL = [
         others=(Resumed(STEP),),
     ),
     Scenario("polled", (690, 8_800), POLLED, {"": 1}, TIMED),
+    Scenario("connections that break", (1_600, 27_000), BROKEN, {"": 1}, TIMED),
     Scenario(
         "endpoints",
         (900, 6_700),

@@ -32,6 +32,7 @@ from gpu_worker_pool.core import (
     RequestState,
     Resumed,
     Stopped,
+    StoppedListening,
     Ticked,
     Unreachable,
     Waiter,
@@ -681,6 +682,43 @@ def test_rule_9_a_grant_between_two_polls_waits_for_its_asker(story: Story) -> N
     (told,) = [e for e in story.asks("a", ttl=TTL, asking_until=story.now) if isinstance(e, Granted)]
     assert told.lease.state is LeaseState.HELD
     assert told.lease.expires_at == pytest.approx(story.now + TTL)
+
+
+def test_rule_9_one_that_went_keeps_its_place_and_is_only_offered_a_gpu(story: Story) -> None:
+    story.reads(gpu(0))
+    story.asks("holder")
+    story.happens(Requested(Request("a", ttl_seconds=TTL), asking_until=story.now + 20, ask="only"))
+    story.happens(StoppedListening("a", "only"), after=1.0)
+    assert story.waits() == ["a"]
+    story.releases("holder")
+    assert story.lease("a").state is LeaseState.OFFERED, "in the same moment already"
+
+
+def test_rule_9_one_that_went_is_given_up_unless_it_comes_back(story: Story) -> None:
+    story.reads(gpu(0))
+    story.asks("holder")
+    story.happens(Requested(Request("a", ttl_seconds=TTL), asking_until=story.now + 20, ask="only"))
+    story.happens(StoppedListening("a", "only"), after=1.0)
+    story.happens(Ticked(), after=29.0)
+    assert story.waits() == ["a"]
+    assert Ended("a", RequestState.GIVEN_UP) in story.happens(Ticked(), after=1.0)
+
+
+def test_rule_9_the_end_of_an_old_asking_says_nothing_of_a_newer_one(story: Story) -> None:
+    story.reads(gpu(0))
+    story.asks("holder")
+    for asking in ("old", "new"):
+        story.happens(Requested(Request("a", ttl_seconds=TTL), asking_until=story.now + 60, ask=asking))
+    story.happens(StoppedListening("a", "old"), after=1.0)
+    story.happens(Ticked(), after=40.0)
+    assert story.waits() == ["a"], "it listens"
+    story.reads(gpu(0))
+    story.releases("holder")
+    assert story.lease("a").state is LeaseState.HELD
+    story.happens(StoppedListening("a", "old"))
+    assert story.lease("a").state is LeaseState.HELD
+    story.happens(StoppedListening("a", "new"))
+    assert story.lease("a").state is LeaseState.OFFERED
 
 
 def test_rule_9_a_grant_that_nobody_comes_for_goes_to_the_next(story: Story) -> None:

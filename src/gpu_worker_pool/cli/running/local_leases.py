@@ -168,10 +168,8 @@ class LocalLeaseService:
         if self._is_first_over:
             return
         self._is_first_over = True
-        desk = host.desk
-        await desk.queue()  # by then it is known what is held
         deadline = boot_time() + DEAD_SECONDS
-        while any(is_gone(lease.request.process) for lease in desk.leases.values() if lease.request.process):
+        while any(is_gone(lease.request.process) for lease in await host.desk.held() if lease.request.process):
             if boot_time() > deadline:
                 return
             await asyncio.sleep(0.02)
@@ -185,7 +183,7 @@ class LocalLeaseService:
 
     async def _inherited(self, host: HostDesk, ask: LeaseAsk) -> HeldLease | None:
         """Whoever runs inside a lease has it already, and must not wait for itself."""
-        lease = host.desk.leases.get(self._inherited_lease_id or "")
+        lease = await host.desk.lease(self._inherited_lease_id or "")
         if lease is None or not lease.is_live or lease.request.account != local_user():
             return None
         gpus = tuple(check_suitable(lease.lease_id, _gpus_of(lease), ask.wishes)[: ask.wishes.count])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
+import json
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from gpu_worker_pool.cli.keys import Tokens, admin_key, bearer
-from gpu_worker_pool.cli.showing.explained import pool_of
 from gpu_worker_pool.config import MultiEndpointConfigurationManager, is_loopback_url
-from gpu_worker_pool.core.explanation import explain_wishes
 from gpu_worker_pool.errors import NotYourLeaseError, ServiceRefusedError, ServiceRetryableError
-from gpu_worker_pool.gpu_server.leases.bodies import explanation_body
 from gpu_worker_pool.http_client import exchange, make_session, status_error, under
+from gpu_worker_pool.leases.http import wishes_body
 from gpu_worker_pool.leases.replies import read_problem
 from gpu_worker_pool.replies import parse_json
 
@@ -29,6 +27,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS: Final = 5.0
 NO_LEASES: Final = "this server gives no leases: it is an older one, or not one of ours"
+
+CANNOT_EXPLAIN: Final = "cannot explain wishes: it is an older server; update it, or ask with --request ID"
 
 
 @asynccontextmanager
@@ -61,19 +61,11 @@ class HTTPHost:
         return self._read("GET", path, answer, "gpus")
 
     async def explain_wishes(self, wishes: Wishes) -> Body:
-        stats = await self.stats()
-        try:
-            leases, queue = (await self.leases())["leases"], (await self.queue())["queue"]
-        except ServiceRefusedError:
-            leases, queue = [], []  # it promises nothing to anybody
-        now = time.monotonic()
-        try:
-            pool = pool_of(stats, leases, queue, now)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServiceRetryableError(f"what {self.endpoint.url} answers cannot be explained: {error!r}") from None
-        explanation = explain_wishes(pool, wishes, now)
-        indices = {gpu.gpu_id: gpu.index for gpu in pool.allocator.gpus.values()}
-        return explanation_body("", explanation, indices.get)
+        body = json.dumps(wishes_body(wishes)).encode()
+        answer = await self._send("POST", "/explain", {"Content-Type": "application/json"}, body)
+        if answer.status in (404, 405):
+            raise ServiceRefusedError(f"{self.endpoint.url} {CANNOT_EXPLAIN}", status=answer.status)
+        return self._read("POST", "/explain", answer, "gpus")
 
     # --- intervening: with the token of one's own request, or an administrator's key ---
 
@@ -115,9 +107,11 @@ class HTTPHost:
     async def _get(self, path: str, wanted: str) -> Body:
         return self._read("GET", path, await self._send("GET", path), wanted)
 
-    async def _send(self, method: str, path: str, headers: dict[str, str] | None = None) -> Answer:
+    async def _send(
+        self, method: str, path: str, headers: dict[str, str] | None = None, body: bytes | None = None
+    ) -> Answer:
         url = under(self.endpoint.url, path)
-        return await exchange(self._session, method, url, timeout_seconds=TIMEOUT_SECONDS, headers=headers)
+        return await exchange(self._session, method, url, timeout_seconds=TIMEOUT_SECONDS, headers=headers, body=body)
 
     def _read(self, method: str, path: str, answer: Answer, wanted: str | None) -> Body:
         """`wanted`: the list that it must have."""

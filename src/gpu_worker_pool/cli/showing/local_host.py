@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpu_worker_pool.cli.endpoints import local_backend
 from gpu_worker_pool.cli.local_state import local_state_directory
 from gpu_worker_pool.cli.visible import within_visible_devices
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.core.explanation import explain_wishes
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.desk.host import HostDesk
 from gpu_worker_pool.errors import (
@@ -26,14 +25,17 @@ from gpu_worker_pool.gpu_server.rows import stats_body
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable
 
     from gpu_worker_pool.cli.showing.looking import Body
     from gpu_worker_pool.config import EndpointConfig
     from gpu_worker_pool.core.assignments import Lease
     from gpu_worker_pool.core.events import Request
     from gpu_worker_pool.core.wishes import Wishes
+    from gpu_worker_pool.desk.desk import Waiting
     from gpu_worker_pool.hardware.samples import Sample
+
+T = TypeVar("T")
 
 FIRST_SAMPLE_SECONDS: Final = 5.0
 LEDGER_SECONDS: Final = 10.0
@@ -83,16 +85,16 @@ class LocalHost:
         desk, sample = self._host.desk, self._host.seen.good
         if sample is not None:
             desk.usages.take(sample, leases)  # it may have come before it was known who holds what
-        return {"leases": [lease_row(lease, desk.usage_of(lease)) for lease in desk.leases.values()]}
+        return {"leases": [lease_row(lease, desk.usage_of(lease)) for lease in leases]}
 
     async def queue(self) -> Body:
         await self._known_sample()
-        return {"queue": [queue_row(waiting) for waiting in await self._host.desk.queue()]}
+        return {"queue": [queue_row(waiting) for waiting in await self._queue()]}
 
     async def explain_request(self, request_id: str) -> Body | None:
         await self._known_sample()
         desk = self._host.desk
-        explanation = await desk.explain(request_id)
+        explanation = await _in_time(desk.explain(request_id))
         return None if explanation is None else explanation_body(request_id, explanation, desk.index_of)
 
     async def explain_wishes(self, wishes: Wishes) -> Body:
@@ -100,9 +102,7 @@ class LocalHost:
         assert isinstance(sample.answer, DriverAnswer)
         wishes = within_visible_devices(wishes, sample.answer.gpus)
         desk = self._host.desk
-        await desk.queue()  # by then the sample has arrived there
-        ledger = desk._opened()  # noqa: SLF001
-        explanation = await ledger.look(lambda pool, now: explain_wishes(pool, wishes, now))
+        explanation = await _in_time(desk.explain_wishes(wishes))
         return explanation_body("", explanation, desk.index_of)
 
     async def release(self, lease_id: str) -> bool:
@@ -119,7 +119,7 @@ class LocalHost:
 
     async def cancel(self, request_id: str) -> bool:
         desk = self._host.desk
-        waiting = next((each for each in await desk.queue() if each.request.request_id == request_id), None)
+        waiting = next((each for each in await self._queue() if each.request.request_id == request_id), None)
         if waiting is None:
             return False
         _check_ours(waiting.request, f"request {request_id}")
@@ -128,12 +128,10 @@ class LocalHost:
     # --- what must be known first ---
 
     async def _leases(self) -> list[Lease]:
-        desk = self._host.desk
-        if desk.problem is not None:
-            raise LedgerUnavailableError(desk.problem)
-        async with asyncio.timeout(LEDGER_SECONDS):
-            await desk.queue()  # by then it is known what is held
-        return list(desk.leases.values())
+        return await _in_time(self._host.desk.held())
+
+    async def _queue(self) -> list[Waiting]:
+        return await _in_time(self._host.desk.queue())
 
     async def _known_sample(self) -> None:
         """Whoever explains needs the readings, but can do without."""
@@ -154,6 +152,16 @@ class LocalHost:
             assert isinstance(failure, DriverFailure)
             raise DriverError(failure.message, code=failure.code)
         return seen.good
+
+
+async def _in_time(looking: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout(LEDGER_SECONDS):
+            return await looking
+    except TimeoutError:
+        raise LedgerUnavailableError(
+            f"the ledger has not answered for {LEDGER_SECONDS:g} s; gpu-pool doctor looks closer"
+        ) from None
 
 
 def _check_ours(request: Request, what: str) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.desk.desk import owner_of
-from gpu_worker_pool.errors import GPUWorkerPoolError, LedgerUnavailableError, NotYourLeaseError, PoolStoppedError
+from gpu_worker_pool.errors import LedgerUnavailableError, NotYourLeaseError, PoolStoppedError
 from gpu_worker_pool.gpu_server.answers import REFUSED_BY_THE_DESK, JSONAnswer, as_refusal
 from gpu_worker_pool.gpu_server.connected import Attention, CallerGoneError, is_gone, read_body
 from gpu_worker_pool.gpu_server.leases.bodies import (
@@ -26,7 +25,15 @@ from gpu_worker_pool.gpu_server.leases.bodies import (
     queue_row,
     waiting_body,
 )
-from gpu_worker_pool.gpu_server.leases.schemas import ID_PATTERN, TOKEN_PATTERN, nonsense, read_request
+from gpu_worker_pool.gpu_server.leases.schemas import (
+    ID_PATTERN,
+    TOKEN_PATTERN,
+    Asked,
+    LeaseRequest,
+    Wished,
+    nonsense,
+    read_request,
+)
 from gpu_worker_pool.gpu_server.leases.visible import within_what_is_shown
 from gpu_worker_pool.gpu_server.security import Refusal, check_content_type, read_headers
 
@@ -35,8 +42,8 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
+    from gpu_worker_pool.core.wishes import Wishes
     from gpu_worker_pool.desk.desk import LeaseDesk, Waiting
-    from gpu_worker_pool.gpu_server.leases.schemas import LeaseRequest
     from gpu_worker_pool.gpu_server.security import Caller, Doorkeeper, Headers
     from gpu_worker_pool.gpu_server.view import HostView
 
@@ -115,18 +122,10 @@ class LeaseAPI:
     # --- asking ---
 
     async def _acquire(self, call: Call) -> Outcome:
-        if refusal := check_content_type(call.headers, is_needed=True):
-            return refusal
-        body = await read_body(call.receive, call.headers.content_length)
-        if body is None or isinstance(body, Refusal):
-            return body
-        asked = read_request(body)
-        if isinstance(asked, Refusal):
+        asked = await self._asked(LeaseRequest, call.headers, call.receive)
+        if asked is None or isinstance(asked, Refusal):
             return asked
-        fields, asked_wishes = asked
-        wishes = within_what_is_shown(asked_wishes, self._view)
-        if isinstance(wishes, Refusal):
-            return wishes
+        fields, wishes = asked
         request_id = fields.request_id or secrets.token_hex(16)
         token = self._token_of(call, request_id)
         if not _TOKEN.match(token):
@@ -147,6 +146,22 @@ class LeaseAPI:
             return JSONAnswer(201, granted_body(found, token))
         return JSONAnswer(202, waiting_body(found, token))
 
+    async def _asked(
+        self, shape: type[Asked], headers: Headers, receive: Receive
+    ) -> tuple[Asked, Wishes] | Refusal | None:
+        """What is wished for, as far as it may be had here; None: nobody is there any more to be answered."""
+        if refusal := check_content_type(headers, is_needed=True):
+            return refusal
+        body = await read_body(receive, headers.content_length)
+        if body is None or isinstance(body, Refusal):
+            return body
+        asked = read_request(shape, body)
+        if isinstance(asked, Refusal):
+            return asked
+        request_id = asked[0].request_id if isinstance(asked[0], LeaseRequest) else None
+        wishes = await within_what_is_shown(asked[1], self._view, lambda: self.desk.wishes_of(request_id or ""))
+        return wishes if isinstance(wishes, Refusal) else (asked[0], wishes)
+
     def _token_of(self, call: Call, request_id: str) -> str:
         """Its own, or ours: the same for every repetition by the same caller, and another for everybody else."""
         sent = call.token
@@ -159,26 +174,15 @@ class LeaseAPI:
             with Attention(call.receive):
                 found = await desk.acquire(request, wait_seconds=fields.wait_seconds, may_keep=fields.may_keep, ask=ask)
         except CallerGoneError:
-            await self._stopped_listening(request, fields, ask)
+            await desk.stopped_listening(request.request_id, ask)
             return None
         except PoolStoppedError:
-            await self._stopped_listening(request, fields, ask)
+            await desk.stopped_listening(request.request_id, ask)
             raise
         if isinstance(found, Lease) and is_gone(call.receive):
-            await desk.undelivered(found, ask)
+            await desk.stopped_listening(request.request_id, ask)
             return None
         return found
-
-    async def _stopped_listening(self, request: Request, fields: LeaseRequest, ask: str) -> None:
-        """It keeps its place; what it is granted from now on, or was in this moment, is only offered.
-
-        Unless it came back meanwhile: what was told, or will be, to another asking of its is not touched.
-        """
-        with suppress(GPUWorkerPoolError):
-            # What was on its way when the caller left is decided before this.
-            found = await self.desk.acquire(request, wait_seconds=0, may_keep=fields.may_keep, ask=ask)
-            if isinstance(found, Lease):
-                await self.desk.undelivered(found, ask)
 
     # --- holding ---
 
@@ -219,16 +223,21 @@ class LeaseAPI:
 
     # --- looking: open to all, so no token is in any of these ---
 
-    def leases(self) -> JSONAnswer:
+    async def leases(self) -> JSONAnswer:
         if refusal := self._closed():
             return refusal
         desk = self.desk
-        return JSONAnswer(200, {"leases": [lease_row(lease, desk.usage_of(lease)) for lease in desk.leases.values()]})
+        try:
+            leases = list(desk.leases.values()) if desk.is_informed else await desk.held()
+        except REFUSED_BY_THE_DESK as error:
+            return JSONAnswer.refusing(as_refusal(error))
+        return JSONAnswer(200, {"leases": [lease_row(lease, desk.usage_of(lease)) for lease in leases]})
 
     async def lease(self, lease_id: str) -> JSONAnswer:
-        if refusal := self._closed():
-            return refusal
-        lease = await self.desk.lease(lease_id)
+        try:
+            lease = await self.desk.lease(lease_id)
+        except REFUSED_BY_THE_DESK as error:
+            return JSONAnswer.refusing(as_refusal(error))
         if lease is None:
             return JSONAnswer.refusing(_unknown_lease(lease_id))
         return JSONAnswer(200, lease_row(lease, self.desk.usage_of(lease)))
@@ -247,6 +256,17 @@ class LeaseAPI:
         if explanation is None:
             return JSONAnswer.refusing(_unknown_request(request_id))
         return JSONAnswer(200, explanation_body(request_id, explanation, self.desk.index_of))
+
+    async def explanation_of_wishes(self, scope: Scope, receive: Receive) -> JSONAnswer:
+        """What somebody who asked for this now would be told."""
+        asked = await self._asked(Wished, read_headers(scope), receive)
+        if asked is None or isinstance(asked, Refusal):
+            return JSONAnswer.refusing(asked or nonsense("the body is not complete"))
+        try:
+            explanation = await self.desk.explain_wishes(asked[1])
+        except REFUSED_BY_THE_DESK as error:
+            return JSONAnswer.refusing(as_refusal(error))
+        return JSONAnswer(200, explanation_body("", explanation, self.desk.index_of))
 
     def _closed(self) -> JSONAnswer | None:
         problem = self.desk.problem

@@ -41,7 +41,7 @@ class LeaseNews:
         self._desk.on_change = tell
 
     def promises(self) -> Promises:
-        if self._desk.problem is not None and not self._desk.leases:
+        if not self._desk.is_informed:
             return None
         found: dict[str, list[dict[str, Any]]] = {}
         for lease in self._desk.leases.values():

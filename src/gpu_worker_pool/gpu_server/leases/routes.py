@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 LEASE_ROUTES: Final = {
     "/leases": "Leases: POST to ask for one, GET to see all",
     "/queue": "Requests that wait",
+    "/explain": "POST wishes to see what keeps each GPU from them",
 }
 _REFUSED: Final = {
     400: "A header was sent twice.",
@@ -71,6 +72,7 @@ def add_lease_routes(app: HotFastAPI, prefix: str) -> None:
         parameters: tuple[dict[str, Any], ...] = (),
         **extra: Any,
     ) -> None:
+        is_open = method == "GET" or path == "/explain"
         responses: dict[int | str, dict[str, Any]] = {status: {"model": model} for status, model in answers.items()}
         responses |= {
             status: {"model": schemas.Refused, "description": _REFUSED[status]} for status in (*refusals, 503)
@@ -83,7 +85,7 @@ def add_lease_routes(app: HotFastAPI, prefix: str) -> None:
             response_class=Response,
             response_model=None,
             responses=responses,
-            openapi_extra={"parameters": list(parameters), **({} if method == "GET" else _KEY_OR_NONE), **extra},
+            openapi_extra={"parameters": list(parameters), **({} if is_open else _KEY_OR_NONE), **extra},
             tags=["leases"],
         )
         if method == "GET":
@@ -111,7 +113,7 @@ def add_lease_routes(app: HotFastAPI, prefix: str) -> None:
 
     async def leases() -> Response:
         """All leases, oldest first, with what their holders make of them."""
-        return _plain(app.leases.leases())
+        return _plain(await app.leases.leases())
 
     async def lease(request: Request) -> Response:
         """One lease. Those that have ended are not shown."""
@@ -125,8 +127,18 @@ def add_lease_routes(app: HotFastAPI, prefix: str) -> None:
         """Why a request waits: for every GPU what keeps it from it, with the numbers."""
         return _plain(await app.leases.explanation(request.path_params["request_id"]))
 
+    async def explanation_of_wishes(request: Request) -> Response:
+        """Why somebody who asked for this now would wait; open to all, and nothing is asked for.
+
+        The answer is that of `GET /queue/{request_id}`, with an empty `request_id`.
+        """
+        return _plain(await app.leases.explanation_of_wishes(request.scope, request.receive))
+
     changing = (400, 401, 403, 421)
-    asked = {"required": True, "content": {"application/json": {"schema": schemas.LeaseRequest.model_json_schema()}}}
+    asked, wished = (
+        {"required": True, "content": {"application/json": {"schema": shape.model_json_schema()}}}
+        for shape in (schemas.LeaseRequest, schemas.Wished)
+    )
     granted_or_not: dict[int, type[BaseModel]] = {201: schemas.GrantedLease, 202: schemas.StillWaiting}
     refusals = (*changing, 409, 413, 415, 422, 429)
     renewing = (*changing, 404, 409, 415)
@@ -138,6 +150,8 @@ def add_lease_routes(app: HotFastAPI, prefix: str) -> None:
     add("GET", "/leases/{lease_id}", lease, {200: schemas.LeaseRow}, (404,), (_LEASE_ID,))
     add("GET", "/queue", queue, {200: schemas.Queue}, ())
     add("GET", "/queue/{request_id}", explanation, {200: schemas.Explanation}, (404,), (_REQUEST_ID,))
+    explained: dict[int, type[BaseModel]] = {200: schemas.Explanation}
+    add("POST", "/explain", explanation_of_wishes, explained, (409, 413, 415, 422), requestBody=wished)
 
 
 def _plain(answer: JSONAnswer) -> Response:

@@ -5,10 +5,9 @@ Answers are made in `bodies`, not from these.
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
 from gpu_worker_pool.core.readings import LARGEST_MB
 from gpu_worker_pool.core.wishes import PLAIN, Wishes
@@ -47,32 +46,24 @@ GPUName = (
 )
 
 
-class LeaseRequest(BaseModel):
-    """A wish for GPUs. Asking again with the same `request_id` and the same wishes keeps the place."""
+_SENSE: Final[dict[str, JsonValue]] = {
+    "anyOf": [
+        {"properties": {"share": {"const": False}}},
+        {"properties": {"memory_mb": {"type": "number"}}, "required": ["memory_mb"]},
+    ]
+}
+
+
+class Wished(BaseModel):
+    """Which GPUs will do."""
 
     model_config = ConfigDict(
         strict=True,
         extra="forbid",
         allow_inf_nan=False,
-        json_schema_extra={
-            "anyOf": [
-                {"properties": {"share": {"const": False}}},
-                {"properties": {"memory_mb": {"type": "number"}}, "required": ["memory_mb"]},
-            ],
-            "examples": [
-                {"request_id": "train-7", "worker_id": "trainer", "ttl_seconds": 60, "wait_seconds": 4},
-                {"count": 2, "gpu_model": "A100", "policy": "idle", "priority": 5, "label": "nightly run"},
-                {"memory_mb": 8192, "share": True},
-            ],
-        },
+        json_schema_extra={**_SENSE, "examples": [{}, {"count": 2, "gpu_model": "A100"}]},
     )
 
-    request_id: Annotated[str, Field(pattern=ID_PATTERN)] | None = Field(
-        None, description="Names the request, and makes it safe to ask again. Made by the server if it is left out."
-    )
-    worker_id: Annotated[str, Field(pattern=_WORKER)] | None = Field(None, description="Who asks, for others to read.")
-    ttl_seconds: float = Field(60.0, ge=2, le=3600, description="How long the lease lives without being renewed.")
-    wait_seconds: float = Field(0.0, ge=0, le=MOST_WAIT_SECONDS, description="How long to wait for the answer.")
     count: Annotated[int, Field(ge=1, le=1024), BeforeValidator(_whole)] = Field(
         1, description="How many GPUs; all or none."
     )
@@ -94,10 +85,6 @@ class LeaseRequest(BaseModel):
     )
     memory_threshold: Percent | None = Field(None, description="Memory usage must be below this; 80 by default.")
     utilization_threshold: Percent | None = Field(None, description="Utilization must be below this; 90 by default.")
-    label: Annotated[str, Field(max_length=200, pattern=_TEXT)] | None = Field(None, description="For others to read.")
-    may_keep: bool = Field(
-        True, description="Whether GPUs may be kept free here for a request that others would overtake for ever."
-    )
 
     def wishes(self) -> Wishes:
         """Raises a `ValueError` for wishes that make no sense together."""
@@ -118,13 +105,42 @@ class LeaseRequest(BaseModel):
         )
 
 
-_WISHES: Final = LeaseRequest.model_fields.keys() & {each.name for each in fields(Wishes)}
+class LeaseRequest(Wished):
+    """A wish for GPUs. Asking again with the same `request_id` and the same wishes keeps the place."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            **_SENSE,
+            "examples": [
+                {"request_id": "train-7", "worker_id": "trainer", "ttl_seconds": 60, "wait_seconds": 4},
+                {"count": 2, "gpu_model": "A100", "policy": "idle", "priority": 5, "label": "nightly run"},
+                {"memory_mb": 8192, "share": True},
+            ],
+        },
+    )
+
+    request_id: Annotated[str, Field(pattern=ID_PATTERN)] | None = Field(
+        None, description="Names the request, and makes it safe to ask again. Made by the server if it is left out."
+    )
+    worker_id: Annotated[str, Field(pattern=_WORKER)] | None = Field(None, description="Who asks, for others to read.")
+    ttl_seconds: float = Field(60.0, ge=2, le=3600, description="How long the lease lives without being renewed.")
+    wait_seconds: float = Field(0.0, ge=0, le=MOST_WAIT_SECONDS, description="How long to wait for the answer.")
+    label: Annotated[str, Field(max_length=200, pattern=_TEXT)] | None = Field(None, description="For others to read.")
+    may_keep: bool = Field(
+        True, description="Whether GPUs may be kept free here for a request that others would overtake for ever."
+    )
 
 
-def read_request(body: bytes) -> tuple[LeaseRequest, Wishes] | Refusal:
+_WISHES: Final = Wished.model_fields.keys()
+
+
+Asked = TypeVar("Asked", bound=Wished)
+
+
+def read_request(shape: type[Asked], body: bytes) -> tuple[Asked, Wishes] | Refusal:
     """What was asked for, or what is wrong with it, all of it at once."""
     try:
-        asked = LeaseRequest.model_validate_json(body)
+        asked = shape.model_validate_json(body)
         return asked, asked.wishes()
     except ValidationError as error:
         return nonsense(*(_sentence(problem) for problem in error.errors(include_url=False, include_input=False)[:20]))
@@ -159,7 +175,7 @@ class LeasedGPU(BaseModel):
 
 
 class LeaseFacts(BaseModel):
-    lease_id: str = Field(examples=["L12"])
+    lease_id: str = Field(examples=["lease-12"])
     request_id: str = Field(examples=["train-7"])
     worker_id: str = Field(examples=["trainer"])
     fence: int = Field(
@@ -190,7 +206,7 @@ class GrantedLease(Lease):
 
 
 class Quarantine(BaseModel):
-    reason: str = Field(examples=["it expired"])
+    reason: str = Field(examples=["its lease was not renewed in time"])
     seconds: float = Field(description="For how long it has been.", examples=[3.2])
 
 
@@ -213,7 +229,7 @@ class Leases(BaseModel):
 
 
 class Released(BaseModel):
-    lease_id: str = Field(examples=["L12"])
+    lease_id: str = Field(examples=["lease-12"])
     released: Literal[True]
 
 
@@ -257,7 +273,7 @@ class ExplainedGPU(BaseModel):
 
 
 class Explanation(BaseModel):
-    request_id: str = Field(examples=["train-7"])
+    request_id: str = Field(description="Empty where nobody has asked for it.", examples=["train-7"])
     position: int = Field(ge=1, examples=[1])
     waiting_seconds: float = Field(ge=0, examples=[20.0])
     summary: str = Field(examples=["one GPU: next in line; of 1 GPUs: 1 held"])
@@ -274,3 +290,4 @@ class Refused(BaseModel):
     detail: str = Field(description="What is wrong and what to do, for people.")
     error: str = Field(description="Which of a few known causes it is, for programs.")
     reasons: list[str] | None = Field(None, description="Each for itself, where there are several.")
+    state: str | None = Field(None, description="How a request has ended.", examples=["cancelled"])

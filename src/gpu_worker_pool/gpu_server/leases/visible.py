@@ -14,13 +14,22 @@ from gpu_worker_pool.gpu_server.security import Refusal
 from gpu_worker_pool.hardware.leasable import readings_of
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from gpu_worker_pool.core.wishes import Wishes
     from gpu_worker_pool.gpu_server.view import HostView
 
 
-def within_what_is_shown(wishes: Wishes, view: HostView) -> Wishes | Refusal:
+async def within_what_is_shown(
+    wishes: Wishes, view: HostView, known: Callable[[], Awaitable[Wishes | None]]
+) -> Wishes | Refusal:
+    """`known`: what the request was when it was first asked with."""
     if view.filter.value is None:
         return wishes
+    first = await known()
+    if first is not None and replace(first, only=None) == replace(wishes, only=None):
+        # GPUs come and go between two askings, and the request must stay the same.
+        return first
     if view.shown is None:
         return Refusal(503, "no_sample_yet", "which GPUs may be had here is not known yet", headers=RETRY_AFTER)
     visibility = view.shown.visibility

@@ -17,13 +17,13 @@ from gpu_worker_pool.gpu_server.security import Refusal
 
 
 def wishes_of(**body: Any) -> Wishes:
-    answer = read_request(json.dumps(body).encode())
+    answer = read_request(LeaseRequest, json.dumps(body).encode())
     assert not isinstance(answer, Refusal), answer
     return answer[1]
 
 
 def reasons(body: bytes | dict[str, Any]) -> tuple[str, ...]:
-    answer = read_request(body if isinstance(body, bytes) else json.dumps(body).encode())
+    answer = read_request(LeaseRequest, body if isinstance(body, bytes) else json.dumps(body).encode())
     assert isinstance(answer, Refusal), answer
     assert (answer.status, answer.error) == (422, "invalid")
     assert all(reason in answer.detail for reason in answer.reasons)
@@ -31,7 +31,7 @@ def reasons(body: bytes | dict[str, Any]) -> tuple[str, ...]:
 
 
 def test_nothing_is_needed() -> None:
-    answer = read_request(b"{}")
+    answer = read_request(LeaseRequest, b"{}")
     assert not isinstance(answer, Refusal)
     asked, wishes = answer
     assert wishes is PLAIN
@@ -77,7 +77,7 @@ def test_every_wish_is_understood() -> None:
 @pytest.mark.parametrize("name", sorted(LeaseRequest.model_fields))
 def test_null_is_as_good_as_left_out_where_nothing_is_the_default(name: str) -> None:
     is_optional = LeaseRequest.model_fields[name].default is None
-    answer = read_request(json.dumps({name: None}).encode())
+    answer = read_request(LeaseRequest, json.dumps({name: None}).encode())
     assert isinstance(answer, Refusal) != is_optional
     if is_optional:
         assert not isinstance(answer, Refusal)
@@ -112,7 +112,7 @@ def test_null_is_as_good_as_left_out_where_nothing_is_the_default(name: str) -> 
 )
 def test_each_field_within_its_bounds(name: str, allowed: list[Any], refused: list[Any]) -> None:
     for value in allowed:
-        assert not isinstance(read_request(json.dumps({name: value}).encode()), Refusal), value
+        assert not isinstance(read_request(LeaseRequest, json.dumps({name: value}).encode()), Refusal), value
     for value in refused:
         found = reasons({name: value})
         assert all(reason.startswith(name) for reason in found), value
@@ -141,7 +141,7 @@ def test_wishes_that_make_no_sense_together() -> None:
 
 
 def test_a_thousand_mistakes_are_not_all_repeated() -> None:
-    answer = read_request(json.dumps({f"field{number}" * 20: 1 for number in range(1000)}).encode())
+    answer = read_request(LeaseRequest, json.dumps({f"field{number}" * 20: 1 for number in range(1000)}).encode())
     assert isinstance(answer, Refusal)
     assert len(answer.detail) < 5000
 
@@ -179,7 +179,7 @@ PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @PATIENT
 @given(st.binary(max_size=200))
 def test_any_bytes_are_answered(body: bytes) -> None:
-    read_request(body)
+    read_request(LeaseRequest, body)
 
 
 _JSON = st.recursive(
@@ -192,7 +192,7 @@ _JSON = st.recursive(
 @PATIENT
 @given(st.dictionaries(st.sampled_from(sorted(LeaseRequest.model_fields)), _JSON, max_size=4))
 def test_any_json_is_refused_or_can_be_reckoned_with(body: dict[str, Any]) -> None:
-    answer = read_request(json.dumps(body).encode())
+    answer = read_request(LeaseRequest, json.dumps(body).encode())
     if isinstance(answer, Refusal):
         assert answer.status == 422
         json.dumps(answer.reasons, allow_nan=False)
