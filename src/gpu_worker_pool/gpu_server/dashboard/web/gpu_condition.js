@@ -6,8 +6,16 @@ import { now } from "./pool_state.js";
 /** A GPU without a lease that does more than this is somebody's all the same. */
 const QUIET_PERCENT = 10;
 
-/** All GPUs of a host as `{ gpu, leases, condition }`. */
-export function conditionsOf(host) {
+/** `{ host, gpus, error }`: its GPUs as `{ gpu, leases, condition }`, or what kept them from being told. */
+export function seenOf(host) {
+  try {
+    return { host, gpus: conditionsOf(host), error: null };
+  } catch (error) {
+    return { host, gpus: [], error };
+  }
+}
+
+function conditionsOf(host) {
   const byGPU = host.leasesByGPU();
   return [...host.gpus.values()].map((gpu) => {
     const leases = byGPU.get(gpu.key) ?? [];

@@ -1,7 +1,7 @@
 // One holder of a GPU: who, since when, and what it makes of what it was promised.
 
 import { make, makeButton, setAttribute, setHidden, setText } from "./dom.js";
-import { now } from "./pool_state.js";
+import { secondsSince } from "./pool_state.js";
 import { duration, gibibytes, momentOf, nameOf } from "./words.js";
 
 export class HolderLine {
@@ -32,12 +32,12 @@ export class HolderLine {
     setHidden(this.label, !lease.label);
     const isIdle = lease.is_idle === true;
     setHidden(this.idle, !isIdle);
-    if (isIdle) setText(this.idle, `idle for ${duration(lease.idle_seconds ?? 0)}`);
+    if (isIdle) setText(this.idle, `idle for ${duration(lease.idle_seconds ?? null)}`);
   }
 
   updateFor(host, totalMegabytes, isAlone) {
     const lease = this.#lease;
-    const held = `for ${duration((now() - lease.since) / 1000)}`;
+    const held = `for ${duration(secondsSince(lease.since))}`;
     const used = use(lease, totalMegabytes, isAlone);
     setText(this.facts, used === "" ? held : `${held} · ${used}`);
     setHidden(this.promised, used === "");

@@ -5,7 +5,7 @@ import { Connection } from "./connection.js";
 import { Details } from "./details.js";
 import { byId, setText, showEach } from "./dom.js";
 import { addEvent, addLeaseEvent, addQueueEvent } from "./event_list.js";
-import { conditionsOf } from "./gpu_condition.js";
+import { seenOf } from "./gpu_condition.js";
 import { HostSection } from "./host_section.js";
 import { followOtherHosts } from "./other_hosts.js";
 import { Host, now } from "./pool_state.js";
@@ -42,7 +42,7 @@ function show() {
     const hosts = [own, ...others];
     const isAlone = hosts.length === 1;
     connection.show(own);
-    const seen = hosts.map((host) => ({ host, gpus: conditionsOf(host) }));
+    const seen = hosts.map(seenOf);
     const totals = showTotals(seen);
     const title = `${totals.free}/${totals.gpus} free · ${isAlone ? own.name : "GPU pool"}`;
     if (document.title !== title) document.title = title;

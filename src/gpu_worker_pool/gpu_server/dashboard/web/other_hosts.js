@@ -54,6 +54,7 @@ function take(host, peer) {
   if (peer.sample_age_seconds !== null) host.takeStats({ gpus: peer.gpus, sample_age_seconds: age });
   tellLeases(host, peer.leases);
   host.takeLeases(peer.leases);
+  host.ledgerProblem = peer.ledger_problem;
   host.takeQueue(peer.queue, peer.waiting);
 }
 

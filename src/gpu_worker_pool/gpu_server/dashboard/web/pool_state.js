@@ -105,8 +105,7 @@ export class Host {
   }
 
   takeQueue(rows, waiting = rows.length) {
-    const at = now();
-    this.queue = rows.map((row) => ({ ...row, since: at - (row.waiting_seconds ?? 0) * 1000 }));
+    this.queue = rows.map((row) => ({ ...row, since: before(row.waiting_seconds) }));
     this.waiting = waiting;
   }
 
@@ -129,7 +128,17 @@ export class Host {
 }
 
 function withSince(row) {
-  return { ...row, seenAt: now(), since: now() - (row.held_seconds ?? 0) * 1000 };
+  return { ...row, seenAt: now(), since: before(row.held_seconds) };
+}
+
+/** The moment so many seconds ago; null where it is not known how many. */
+function before(seconds) {
+  return seconds === null || seconds === undefined ? null : now() - seconds * 1000;
+}
+
+/** How long ago that was; null where it is not known. */
+export function secondsSince(moment) {
+  return moment === null ? null : (now() - moment) / 1000;
 }
 
 /** The last readings of one GPU. */

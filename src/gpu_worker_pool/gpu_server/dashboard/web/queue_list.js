@@ -1,7 +1,7 @@
 // Who waits, for what, for how long, and why, GPU by GPU.
 
 import { byId, make, makeButton, setAttribute, setHidden, setText, showEach } from "./dom.js";
-import { now } from "./pool_state.js";
+import { secondsSince } from "./pool_state.js";
 import { count, duration, nameOf } from "./words.js";
 
 const views = new Map();
@@ -62,7 +62,7 @@ class WaiterLine {
     setText(this.position, String(row.position ?? ""));
     setText(this.name, nameOf(row));
     setText(this.label, [row.label, isAlone ? null : `on ${host.name}`].filter(Boolean).join(" · "));
-    setText(this.time, duration((now() - row.since) / 1000));
+    setText(this.time, duration(secondsSince(row.since)));
     const summary = row.reasons?.[0];
     setText(this.summary, summary ?? `wants ${count(row.count ?? 1, "GPU", "GPUs")}`);
     setHidden(this.details, !(row.reasons?.length > 1));
