@@ -52,7 +52,7 @@ def test_a_key_releases_a_lease_after_a_confirmation(look: Look, server: ServerP
     look.keep("confirm")
     look.page.click("#confirm-yes")
     look.wait_for(".holder:has-text('alice')", state="detached")
-    look.wait_for("[role=status]", "was released")
+    look.wait_for("[role=status]", "GPUs 0, 1 and 2 of alice were released")
     eventually(lambda: all(lease["worker_id"] != "alice" for lease in server.get("/leases").json["leases"]))
 
 

@@ -14,7 +14,7 @@ export class HostSection {
   constructor(release) {
     this.release = release;
     sections += 1;
-    this.name = make("span", "");
+    this.name = make("bdi", "");
     this.title = make("h3", "", this.name);
     this.title.id = `host-${sections}`;
     this.health = make("p", "health", make("span", "sign"), (this.healthText = make("span", "")));
