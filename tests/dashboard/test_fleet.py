@@ -36,7 +36,8 @@ def test_hosts_with_their_health_and_one_that_is_down(browser: Browser, tmp_path
             assert "connection refused" in look.page.locator(".host[data-host='gpu-3'] .host-problem").inner_text()
             look.wait_for(".host[data-host='myself']", state="detached")
             assert look.page.locator(".host").count() == 3
-            eventually(lambda: (look.totals()["held"], look.totals()["free"]) == (2, 2))
+            # One that was never reached has no GPU to be counted, and is in trouble itself.
+            eventually(lambda: [look.totals()[kind] for kind in ("held", "free", "trouble")] == [2, 2, 1])
             take(other, worker_id="next")
             waiter = look.wait_for(".waiter", "next on gpu-2")
             look.wait_for(".waiter .reasons li", "GPU 1 held by far-away")
@@ -132,3 +133,36 @@ def test_a_host_that_cannot_be_drawn_keeps_nothing_else_from_being_drawn(browser
             look.wait_for(".host[data-host='sound'] .gpu[data-word='Free']")
             look.wait_for(".waiter", "patient")
             look.page.unroute_all(behavior="wait")
+
+
+def test_devices_of_a_split_gpu_are_named_and_counted(browser: Browser, tmp_path: Path) -> None:
+    def device(number: int) -> dict[str, Any]:
+        return {"uuid": f"MIG-{number}1b36874-2f5c", "name": "3g.40gb", "memory": {"total_mb": 40 * 1024}}
+
+    gpu = {"gpu_id": 0, "name": "A100", "uuid": "GPU-0", "memory": {"total_mb": 80 * 1024}, "leases": []}
+    lease = {"lease_id": "l", "worker_id": "ana", "state": "held", "gpus": [{"gpu_id": 0, "uuid": "MIG-11b36874-2f5c"}]}
+    said = calm_peer(gpus=[{**gpu, "mig_devices": [device(1), device(2)]}], leases=[lease])
+    with HostileServer(answer_json(said)) as peer:
+        settings = {"GPU_BACKEND": "simulated:1", "GPU_POOL_PEERS": f"other={peer.url}"}
+        with ServerProcess(tmp_path, **settings) as own, looking(browser, own) as look:
+            card = look.wait_for(".host[data-host='other'] .gpu[data-word='Partly held']")
+            text = words(card.inner_text())
+            assert "1 of 2 MIG devices not held" in text
+            assert "ana on 3g.40gb (MIG-11b36874)" in text
+            assert "40 GiB promised" in text
+            assert card.locator(".memory .promise").evaluate("(mark) => mark.style.width") == "50%"
+
+
+def test_nobody_waits_for_the_history_of_a_slow_peer(browser: Browser, tmp_path: Path) -> None:
+    with HostileServer(answer_json(calm_peer())) as peer:
+        settings = {"GPU_BACKEND": "simulated:1", "GPU_POOL_PEERS": f"other={peer.url}"}
+        with ServerProcess(tmp_path, **settings) as own, looking(browser, own) as look:
+            given_up: list[str] = []
+            look.page.on("requestfailed", lambda request: given_up.append(request.url))
+            look.page.route("**/dashboard/peers/history", lambda _: None)
+            with look.page.expect_request("**/dashboard/peers/history"):
+                look.page.reload()
+            given_up.clear()
+            for _ in range(2):
+                look.page.wait_for_event("request", lambda request: request.url.endswith("/dashboard/peers"))
+            assert [url for url in given_up if url.endswith("/history")] == [], "it is still waited for, elsewhere"
