@@ -136,10 +136,12 @@ def explained(one: Explanation, other: Explanation) -> Explanation:
     if not other.gpus or not one.gpus:
         return one if one.gpus else other
     can_be_served = [each for each in (one, other) if not each.impossible]
+    told = can_be_served or [one, other]
     return replace(
         one,
         position=max(one.position, other.position),
         gpus=(*one.gpus, *other.gpus),
         impossible=() if can_be_served else (*one.impossible, *other.impossible),
-        summary="; ".join(dict.fromkeys(each.summary for each in can_be_served or (one, other))),
+        verdict="; ".join(dict.fromkeys(each.verdict for each in told)),
+        is_in_line=any(each.is_in_line for each in told),
     )

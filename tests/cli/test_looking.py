@@ -53,7 +53,7 @@ def test_what_people_see(programs: Programs) -> None:
 
     shown = eventually(with_load)
     assert "local: 1 x Simulated GPU 24GB, 0 free, 1 waiting" in shown
-    assert re.search(r"^1 +\S+:true:\d+ +\d+ s +one GPU: next in line; of 1 GPUs: 1 held$", shown, re.M)
+    assert re.search(r"^1 +\S+:true:\d+ +\d+ s +one GPU: next in line; of 1 GPU: 1 held$", shown, re.M)
     leases, queue = programs.call("leases").stdout, programs.call("queue").stdout
     assert leases.splitlines()[0].split() == ["LEASE", "GPU", "HOLDER", "SINCE", "PROMISED", "USED", "STATE", "LABEL"]
     assert "mine" in leases

@@ -77,10 +77,10 @@ def test_nothing_is_free_now(programs: Programs) -> None:
     programs.holding()
     done = programs.call("run", "--no-wait", "--", "true")
     assert done.returncode == 75
-    assert done.stderr == "gpu-pool: nothing is free now: one GPU: next in line; of 1 GPUs: 1 held\n"
+    assert done.stderr == "gpu-pool: nothing is free now: one GPU: next in line; of 1 GPU: 1 held\n"
     late = programs.call("run", "--timeout", "0.5s", "--", "true")
     assert late.returncode == 124
-    assert "no GPU became free in 0.5 s: one GPU: next in line; of 1 GPUs: 1 held" in late.stderr
+    assert "no GPU became free in 0.5 s: one GPU: next in line; of 1 GPU: 1 held" in late.stderr
     assert programs.waiting() == []
 
 

@@ -283,7 +283,7 @@ def test_a_closed_terminal_leaves_nothing(programs: Programs) -> None:
 def test_the_line_on_a_terminal_is_kept_up_to_date(programs: Programs) -> None:
     first = programs.holding()
     terminal = programs.terminal([*GPU_POOL, "run", "--", "echo", "done"])
-    terminal.until("waiting 2 s: one GPU: next in line; of 1 GPUs: 1 held")
+    terminal.until("waiting 2 s: one GPU: next in line; of 1 GPU: 1 held")
     # One line, written over and over.
     assert "\n" not in terminal.shown
     assert terminal.written.count("\r") >= 2

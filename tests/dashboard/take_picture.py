@@ -48,7 +48,7 @@ def main() -> int:
         command = [sys.executable, "-m", "gpu_worker_pool", "serve", "--simulate", "8", "--port", str(port)]
         server = subprocess.Popen([*command, "--host", "127.0.0.1"], env={"GPU_POOL_STATE_DIR": state, "HOME": state})
         try:
-            for _ in range(100):
+            for _ in range(600):
                 time.sleep(0.1)
                 try:
                     urllib.request.urlopen(f"{url}/health", timeout=2).close()

@@ -52,8 +52,20 @@ def test_a_key_releases_a_lease_after_a_confirmation(look: Look, server: ServerP
     look.keep("confirm")
     look.page.click("#confirm-yes")
     look.wait_for(".holder:has-text('alice')", state="detached")
-    look.wait_for("[role=status]", "was released")
+    look.wait_for("[role=status]", "GPUs 0, 1 and 2 of alice were released")
     eventually(lambda: all(lease["worker_id"] != "alice" for lease in server.get("/leases").json["leases"]))
+
+
+def test_what_people_write_rearranges_no_words_around_it(look: Look, server: ServerProcess) -> None:
+    label = "\N{HEBREW LETTER SHIN}\N{HEBREW LETTER LAMED} 42"
+    take(server, worker_id="carol", label=label)
+    look.use_key()
+    look.wait_for(".waiter:has-text('carol') button").click()
+    assert look.page.locator("#confirm-title bdi").inner_text() == "carol"
+    assert look.page.locator("#confirm-text bdi").inner_text() == label
+    look.page.keyboard.press("Escape")
+    assert look.page.locator("#events li").first.locator("bdi").all_inner_texts()[:2] == ["carol", label]
+    assert look.page.locator(".waiter:has-text('carol') bdi").all_inner_texts()[:2] == ["carol", label]
 
 
 def test_a_key_removes_one_who_waits(look: Look, server: ServerProcess) -> None:

@@ -173,10 +173,15 @@ def test_a_lost_gpu_and_a_driver_that_hangs(browser: Browser, tmp_path: Path) ->
         look.wait_for_word(0, "Free")
         smi.hang(60)
         look.wait_for_word(0, "Stale", seconds=15)
+        look.wait_for("#events li", "Degraded")
         notice = look.wait_for("#notice").inner_text()
         assert "The last readings are" in notice
         assert "the driver has not answered" in notice
         look.keep("trouble")
+        # How long it lasts is asked for besides; that it is over is told all the same.
+        smi.recover()
+        smi.kill_all()
+        look.wait_for("#events li", "Healthy the readings can be relied on again", seconds=30)
 
 
 def test_a_quarantine_says_why(browser: Browser, tmp_path: Path) -> None:
@@ -190,7 +195,7 @@ def test_a_quarantine_says_why(browser: Browser, tmp_path: Path) -> None:
         assert "Expired gone has lost GPU" in words(look.events())
         # An administrator may end it.
         look.use_key()
-        look.wait_for(".holder button").click()
+        look.wait_for(".holder button", "End the quarantine").click()
         look.wait_for("#confirm-title", "End the quarantine")
         look.page.click("#confirm-yes")
         look.wait_for(".holder", state="detached")
@@ -244,17 +249,83 @@ def test_disconnected_and_connected_again(browser: Browser, tmp_path: Path) -> N
         # What it says of a GPU cannot be relied on any more.
         look.wait_for_word(0, "Stale", seconds=12)
         look.keep("disconnected")
+        seen = 'Object.defineProperty(document, "visibilityState", {value: "visible"}); '
+        look.page.evaluate(f'{seen}document.dispatchEvent(new Event("visibilitychange"))')
         server.start()
         look.wait_for("#notice", state="hidden", seconds=15)
         look.wait_until_live(4)
         look.wait_for_word(0, "Free")
         assert "Connected to the server again" in words(look.events())
+        assert "Rested" not in look.events(), "it did all it could"
 
 
 def test_under_a_prefix(browser: Browser, tmp_path: Path) -> None:
-    settings = {"GPU_BACKEND": "simulated:1", "API_PREFIX": "/host/7"}
+    settings = {"GPU_BACKEND": "simulated:1", "API_PREFIX": "/host/7", "DOCS_URL": "/manual"}
     with ServerProcess(tmp_path, **settings) as server, looking(browser, server) as look:
         look.wait_until_live(1)
+        origin = server.url.removesuffix("/host/7")
+        eventually(lambda: look.page.locator("#api-link").evaluate("(link) => link.href") == f"{origin}/manual")
+        assert look.page.request.get(f"{origin}/manual").status == 200
         lease = take(server, worker_id="alice")
         look.wait_for_word(0, "Held", seconds=2)
         give_back(server, lease)
+
+
+# --- a page that nobody sees ---
+
+SEE_NOTHING = """
+    Object.defineProperty(document, "visibilityState", { value: "hidden", configurable: true });
+    window.requestAnimationFrame = () => 0;
+    document.dispatchEvent(new Event("visibilitychange"));
+"""
+SEE_AGAIN = """
+    delete document.visibilityState;
+    document.dispatchEvent(new Event("visibilitychange"));
+"""
+
+
+def test_the_title_of_a_hidden_tab_stays_true(look: Look, server: ServerProcess) -> None:
+    look.page.evaluate(SEE_NOTHING)
+    take(server, count=3)
+    eventually(lambda: look.page.title().startswith("5/8 free"))
+
+
+def test_a_page_that_rests_has_no_number_in_its_title(look: Look) -> None:
+    look.page.clock.install()
+    look.page.evaluate(SEE_NOTHING)
+    look.page.clock.fast_forward(61_000)
+    eventually(lambda: "free" not in look.page.title())
+    look.page.evaluate(SEE_AGAIN)
+    look.wait_for("#events li", "Rested while nobody looked at this page")
+
+
+def test_a_gap_in_a_chart_is_filled_by_the_history(look: Look) -> None:
+    seen = look.page.evaluate("""async () => {
+        const { Host } = await import(new URL("dashboard/files/pool_state.js", document.baseURI));
+        const host = new Host("one", { isOwn: true });
+        for (const age of [60, 59, 58, 2, 1, 0]) {
+            const row = { gpu_id: 0, uuid: "GPU-0", utilization_percent: 50, memory: { usage_percent: 5 } };
+            host.takeStats({ gpus: [row], sample_age_seconds: age });
+        }
+        const readings = [...Array(71).keys()].map((second) => ({
+            timestamp: new Date(Date.UTC(2026, 0, 1, 0, 0, second)).toISOString(),
+            utilization_percent: 50, memory_usage_percent: 5,
+        }));
+        const chart = () => host.gpus.get("GPU-0").chart.utilization;
+        const before = chart().filter((each) => each === null).length;
+        host.takeHistory({ gpus: [{ gpu_id: 0, uuid: "GPU-0", readings }], sample_age_seconds: 0 });
+        return [before, chart().filter((each) => each === null).length, chart().length];
+    }""")
+    assert seen == [1, 0, 71]
+
+
+def test_a_browser_with_too_many_pages_open_is_told_so(look: Look, server: ServerProcess) -> None:
+    """The stream has the last connection, so what is asked for besides never leaves the browser."""
+    look.page.route("**/queue", lambda _: None)
+    take(server, count=8)
+    take(server, worker_id="patient")
+    look.wait_for("#queue-empty", "1 waits; who, is not known yet.")
+    look.wait_for("#notice", "too many pages of this server are open in this browser", seconds=30)
+    look.page.unroute_all()
+    look.wait_for(".waiter", "patient", seconds=20)
+    look.wait_for("#notice", state="hidden")

@@ -106,8 +106,33 @@ async def test_an_older_server_has_no_leases_to_tell_of() -> None:
     with HostileServer(behave) as peer:
         async with fleet_of(peer.url) as fleet:
             shown = await heard(fleet, answers)
-    assert (shown["leases"], shown["queue"]) == (None, [])
+    assert (shown["leases"], shown["ledger_problem"], shown["queue"]) == (None, None, [])
     assert len(shown["gpus"]) == 1
+
+
+def with_refused_leases(stats: dict[str, Any]) -> Behaviour:
+    """A server whose ledger cannot be read: it says so of its leases and of its queue."""
+
+    def behave(talk: Conversation) -> None:
+        is_refused = talk.request.split()[1] in (b"/leases", b"/queue")
+        (answer_json({"detail": "the disk is full"}, status=503) if is_refused else answer_json(stats))(talk)
+
+    return behave
+
+
+async def test_leases_that_cannot_be_told_are_not_none_and_the_reason_is_kept() -> None:
+    with HostileServer(with_refused_leases(SAID)) as peer:
+        async with fleet_of(peer.url) as fleet:
+            shown = await heard(fleet, answers)
+    assert (shown["leases"], shown["ledger_problem"]) == (None, "the disk is full")
+
+
+async def test_a_gpu_whose_leases_are_null_is_not_one_without() -> None:
+    told = {**SAID, "gpus": [{"gpu_id": 0, "leases": None}, {"gpu_id": 1, "leases": []}]}
+    with HostileServer(answer_json(told)) as peer:
+        async with fleet_of(peer.url) as fleet:
+            shown = await heard(fleet, answers)
+    assert shown["ledger_problem"] == "its ledger cannot be read"
 
 
 async def test_a_server_that_finds_itself_in_the_list_is_not_shown_twice() -> None:
@@ -215,6 +240,19 @@ def test_of_a_reply_only_what_is_known_is_passed_on() -> None:
     assert len(row["name"]) <= believed.LONGEST_TEXT + 1
     assert (row["uuid"], row["temperature_c"], row["memory"]) == ("abc", None, None)
     assert "extra" not in row
+
+
+@pytest.mark.parametrize("absurd", ["1e300", "-9e15", "1e999", "9" * 400, "-1", "true", '"long"'])
+def test_a_duration_that_cannot_be_is_not_known(absurd: str) -> None:
+    (lease,) = believed.believed_leases(b'{"leases": [{"held_seconds": %b}]}' % absurd.encode())
+    assert lease["held_seconds"] is None
+
+
+def test_a_number_beyond_all_measure_is_not_known() -> None:
+    body = b'{"gpus": [{"gpu_id": 0, "temperature_c": -1e300, "utilization_percent": 7}], "sample_age_seconds": -5}'
+    stats = believed.believed_stats(body)
+    assert stats["sample_age_seconds"] is None
+    assert (stats["gpus"][0]["temperature_c"], stats["gpus"][0]["utilization_percent"]) == (None, 7)
 
 
 def test_of_too_many_the_first_are_shown_and_all_are_counted() -> None:

@@ -92,6 +92,19 @@ def test_on_a_phone_nothing_is_cut_off(browser: Browser, server: ServerProcess, 
         assert serious(look) == []
 
 
+@pytest.mark.parametrize("width", [320, 360, 700, 1000, 1600])
+def test_what_is_written_stays_in_its_box(browser: Browser, server: ServerProcess, width: int) -> None:
+    with looking(browser, server, size=(width, 800)) as look:
+        look.wait_for(".waiter .reasons li")
+        over = look.page.evaluate(
+            "[...document.querySelectorAll('.total, .total dt, .who-line, .model')].filter((one) => "
+            "one.checkVisibility() && one.scrollWidth > one.clientWidth + 1 && one.clientWidth > 0)"
+            ".map((one) => one.outerHTML)"
+        )
+        assert over == []
+        look.keep(f"width-{width}")
+
+
 def test_everything_can_be_done_by_keyboard(look: Look, server: ServerProcess) -> None:
     page = look.page
 

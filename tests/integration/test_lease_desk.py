@@ -151,7 +151,14 @@ async def test_who_waits_is_told_its_place_and_why_and_keeps_it(tmp_path: Path) 
         again = await desk.acquire(ask("first"), wait_seconds=0)
         assert isinstance(again, Waiting)
         assert again.position == 1
-        assert [waiting.request.request_id for waiting in await desk.queue()] == ["first", "second"]
+        queue = await desk.queue()
+        assert [waiting.request.request_id for waiting in queue] == ["first", "second"]
+        # They ask for the same, and wait for the same, each at its own place.
+        assert [waiting.reasons[0].partition(";")[0] for waiting in queue] == [
+            "one GPU: next in line",
+            "one GPU: number 2 in line",
+        ]
+        assert queue[1].reasons[0] == second.reasons[0]
         explanation = await desk.explain("second")
         assert explanation is not None
         assert explanation.position == 2
@@ -345,6 +352,17 @@ def split(*devices: str, **what: Any) -> GPUSample:
         MIGSample(uuid, "3g.40gb", memory_total_mb=40_000.0, memory_used_mb=0.0, processes=()) for uuid in devices
     )
     return card(0, mig_enabled=True, mig_devices=migs, utilization_percent=None, reports_utilization=False, **what)
+
+
+async def test_devices_of_one_gpu_are_told_apart_in_the_reasons(tmp_path: Path) -> None:
+    older = "MIG-GPU-b8ea3855-276c-c9cb-b366-c6fa655957c5/1/0"
+    async with opened(tmp_path, split("MIG-41b36874-2f5c-5e0b", older)) as desk:
+        await desk.holds("a", only=("MIG-41b36874-2f5c-5e0b",))
+        await desk.holds("b", only=(older,))
+        waiting = await desk.acquire(ask("c"), wait_seconds=0)
+        assert isinstance(waiting, Waiting)
+        named = [reason.partition(": ")[0] for reason in waiting.reasons[1:]]
+        assert sorted(named) == ["GPU 0 MIG-41b36874", f"GPU 0 {older}"]
 
 
 async def test_leases_on_devices_that_vanish_are_lost(tmp_path: Path) -> None:

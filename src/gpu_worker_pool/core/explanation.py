@@ -37,8 +37,22 @@ class Explanation:
     gpus: tuple[GPUExplanation, ...]
     #: Why no GPU can ever serve it; such a request is rejected at once.
     impossible: tuple[str, ...]
-    #: One sentence.
-    summary: str
+    #: What it waits for, or what would become of it.
+    verdict: str
+    #: Whether its place in the line has to do with it.
+    is_in_line: bool
+
+    @property
+    def summary(self) -> str:
+        """One sentence."""
+        return self.summary_at(self.position)
+
+    def summary_at(self, position: int) -> str:
+        """For one at another place who asks for the same: they wait for the same."""
+        place = ""
+        if self.is_in_line:
+            place = "next in line; " if position == 1 else f"number {position} in line; "
+        return f"{self.wishes}: {place}{self.verdict}"
 
     def __str__(self) -> str:
         return "\n".join([self.summary, *(f"  {gpu}" for gpu in self.gpus)])
@@ -73,8 +87,8 @@ def _explain(pool: Pool, wishes: Wishes, waiter: Waiter | None, now: float) -> E
         name = gpu.last_seen.name if gpu.last_seen is not None else None
         gpus.append(GPUExplanation(gpu.gpu_id, gpu.endpoint.endpoint_id, name, tuple(found)))
     impossible = pool.allocator.impossible(wishes)
-    summary = _summary(pool, wishes, position, gpus, impossible)
-    return Explanation(wishes, position, waiting_seconds, tuple(gpus), impossible, summary)
+    verdict, is_in_line = _verdict(pool, wishes, gpus, impossible)
+    return Explanation(wishes, position, waiting_seconds, tuple(gpus), impossible, verdict, is_in_line)
 
 
 def _withheld(pool: Pool, order: tuple[int, int], now: float) -> dict[str, str]:
@@ -91,18 +105,17 @@ def _withheld(pool: Pool, order: tuple[int, int], now: float) -> dict[str, str]:
     return withheld
 
 
-def _summary(pool: Pool, wishes: Wishes, position: int, gpus: list[GPUExplanation], impossible: tuple[str, ...]) -> str:
+def _verdict(pool: Pool, wishes: Wishes, gpus: list[GPUExplanation], impossible: tuple[str, ...]) -> tuple[str, bool]:
     if impossible:
-        return f"{wishes}: can never be granted. {'; '.join(impossible)}"
+        return f"can never be granted. {'; '.join(impossible)}", False
     if not gpus:
         silent = [endpoint.endpoint_id for endpoint in pool.allocator.endpoints.values() if endpoint.endpoint_id]
-        return f"{wishes}: no GPU is known yet" + (f", {', '.join(silent)} did not answer" if silent else "")
+        return "no GPU is known yet" + (f", {', '.join(silent)} did not answer" if silent else ""), False
     free: Counter[str] = Counter(gpu.endpoint_id for gpu in gpus if not gpu.obstacles)
     most = max(free.values(), default=0)
     if most >= wishes.count:
-        return f"{wishes}: could be granted now"
+        return "could be granted now", False
     why = Counter(gpu.obstacles[0].kind for gpu in gpus if gpu.obstacles)
     reasons = ", ".join(f"{number} {kind.value.replace('_', ' ')}" for kind, number in why.most_common())
-    place = "next in line" if position == 1 else f"number {position} in line"
     lacking = f"{most} of {wishes.count} free on one endpoint; " if wishes.count > 1 else ""
-    return f"{wishes}: {place}; {lacking}of {len(gpus)} GPUs: {reasons}"
+    return f"{lacking}of {len(gpus)} {'GPU' if len(gpus) == 1 else 'GPUs'}: {reasons}", True

@@ -500,29 +500,43 @@ def _waiting(pool: Pool, request_id: str, now: float) -> Waiting | None:
     explanation, waiter = explain(pool, request_id, now), pool.requests.get(request_id)
     if explanation is None or not isinstance(waiter, Waiter):
         return None
-    return Waiting(waiter.request, explanation.position, explanation.waiting_seconds, _reasons(pool, explanation))
+    reasons = (explanation.summary, *_gpu_reasons(pool, explanation))
+    return Waiting(waiter.request, explanation.position, explanation.waiting_seconds, reasons)
 
 
 def _queue(pool: Pool, now: float) -> list[Waiting]:
-    reasons: dict[int, tuple[str, ...]] = {}
+    explained: dict[int, tuple[Explanation, tuple[str, ...]] | None] = {}
     rows = []
     for position, waiter in enumerate(pool.queue.in_order(), start=1):
         line = id(waiter.line)
-        if line not in reasons:
+        if line not in explained:
             # Whoever asks for the same waits for the same: once for each line is enough. With very many different
             # wishes the first of them are; whoever wants to know more asks for one of them.
-            explanation = explain(pool, waiter.request.request_id, now) if len(reasons) < EXPLAINED_LINES else None
-            reasons[line] = () if explanation is None else _reasons(pool, explanation)
-        rows.append(Waiting(waiter.request, position, now - waiter.enqueued_at, reasons[line]))
+            explanation = explain(pool, waiter.request.request_id, now) if len(explained) < EXPLAINED_LINES else None
+            explained[line] = None if explanation is None else (explanation, _gpu_reasons(pool, explanation))
+        reasons: tuple[str, ...] = ()
+        if (known := explained[line]) is not None:
+            explanation, gpu_reasons = known
+            # Its place is its own.
+            reasons = (explanation.summary_at(position), *gpu_reasons)
+        rows.append(Waiting(waiter.request, position, now - waiter.enqueued_at, reasons))
     return rows
 
 
-def _reasons(pool: Pool, explanation: Explanation) -> tuple[str, ...]:
-    gpus = (
-        f"GPU {pool.allocator.gpus[gpu.gpu_id].index}: {'; '.join(map(str, gpu.obstacles)) or 'could serve it'}"
+def _gpu_reasons(pool: Pool, explanation: Explanation) -> tuple[str, ...]:
+    return tuple(
+        f"{_name(pool, gpu.gpu_id)}: {'; '.join(map(str, gpu.obstacles)) or 'could serve it'}"
         for gpu in explanation.gpus
     )
-    return (explanation.summary, *gpus)
+
+
+def _name(pool: Pool, gpu_id: str) -> str:
+    """By the number of the GPU; MIG devices of one GPU have the same, so these are told apart by their UUIDs."""
+    gpu = pool.allocator.gpus[gpu_id]
+    if gpu.last_seen is None or not gpu.last_seen.is_mig_device:
+        return f"GPU {gpu.index}"
+    # Older drivers put the GPU's first, and the same for all, and the device's last.
+    return f"GPU {gpu.index} {gpu_id if '/' in gpu_id else gpu_id[:12]}"
 
 
 def _holders_of(lease: Lease, until: float | None) -> list[Holder]:

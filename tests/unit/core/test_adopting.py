@@ -335,7 +335,7 @@ def test_gpus_of_the_past_are_not_among_the_reasons() -> None:
     told = explain(pool, "waits", 2.3)
     assert told is not None
     assert [gpu.gpu_id for gpu in told.gpus] == ["0"]
-    assert "of 1 GPUs" in told.summary
+    assert "of 1 GPU" in told.summary
 
 
 def test_an_account_that_has_enough_who_wait_may_still_ask_for_what_it_asked_for_before() -> None:

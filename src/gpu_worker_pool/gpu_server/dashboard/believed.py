@@ -6,7 +6,6 @@ The page shows texts as texts whatever is in them; this keeps what it gets from 
 from __future__ import annotations
 
 import json
-import math
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpu_worker_pool.replies import cleaned
@@ -27,6 +26,10 @@ MOST_REASONS: Final = 129
 MOST_PROCESSES: Final = 32
 MOST_MIG_DEVICES: Final = 64
 MOST_READINGS: Final = 300
+#: More than any amount, number or percentage of a GPU.
+LARGEST_NUMBER: Final = 1e12
+#: A hundred years: no host has been up for longer.
+MOST_SECONDS: Final = 100 * 366 * 86_400
 
 
 class UnbelievableError(ValueError):
@@ -54,10 +57,13 @@ def decoded(body: bytes) -> Mapping[str, Any]:
 def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:
-        return None
+    return value if abs(value) <= LARGEST_NUMBER else None
+
+
+def seconds(value: object) -> float | None:
+    """How long something has lasted."""
+    found = number(value)
+    return found if found is not None and 0 <= found <= MOST_SECONDS else None
 
 
 def text(value: object) -> str | None:
@@ -112,13 +118,13 @@ _LEASE: Final = _object(
         "user": text,
         "state": text,
         "gpus": _list(_object({"gpu_id": number, "uuid": text}), MOST_GPUS),
-        "held_seconds": number,
+        "held_seconds": seconds,
         "memory_mb": number,
         "memory_used_mb": number,
-        "idle_seconds": number,
+        "idle_seconds": seconds,
         "is_idle": flag,
         "share": flag,
-        "quarantine": _object({"reason": text, "seconds": number}),
+        "quarantine": _object({"reason": text, "seconds": seconds}),
     }
 )
 _WAITER: Final = _object(
@@ -127,7 +133,7 @@ _WAITER: Final = _object(
         "worker_id": text,
         "label": text,
         "position": number,
-        "waiting_seconds": number,
+        "waiting_seconds": seconds,
         "priority": number,
         "count": number,
         "reasons": _list(text, MOST_REASONS),
@@ -152,7 +158,9 @@ def believed_stats(body: bytes) -> dict[str, Any]:
     return {
         # Without a number there is nothing to call it by.
         "gpus": [gpu for gpu in gpus if gpu["gpu_id"] is not None],
-        "sample_age_seconds": number(reply.get("sample_age_seconds")),
+        "sample_age_seconds": seconds(reply.get("sample_age_seconds")),
+        # Null is not none, nor is it what an older server says, which knows of no leases.
+        "is_ledger_unread": any(isinstance(row, dict) and row.get("leases", ()) is None for row in reply["gpus"]),
     }
 
 
@@ -180,7 +188,7 @@ def believed_history(body: bytes) -> dict[str, Any]:
     reply = decoded(body)
     return {
         "gpus": _list(_HISTORY, MOST_GPUS)(reply.get("gpus")) or [],
-        "sample_age_seconds": number(reply.get("sample_age_seconds")),
+        "sample_age_seconds": seconds(reply.get("sample_age_seconds")),
     }
 
 

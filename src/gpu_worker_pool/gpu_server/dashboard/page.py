@@ -48,6 +48,8 @@ def add_dashboard(app: HotFastAPI, settings: ServerSettings) -> None:
             "title": settings.title,
             "refresh_interval": settings.refresh_interval,
             "peers": app.fleet.names,
+            # From where the routes begin, as a proxy may add a path: the documentation is not under the prefix.
+            "docs": "../" * settings.api_prefix.count("/") + settings.docs_url.lstrip("/"),
         }
         return JSONResponse(body, headers=_NOT_KEPT)
 

@@ -23,6 +23,7 @@ from gpu_worker_pool.gpu_server.dashboard.believed import (
     believed_stats,
 )
 from gpu_worker_pool.http_client import exchange, make_session, status_error, under
+from gpu_worker_pool.replies import parse_detail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import aiohttp
 
     from gpu_worker_pool.config import EndpointConfig
+    from gpu_worker_pool.http_client import Answer
 
 T = TypeVar("T")
 
@@ -45,6 +47,7 @@ _LARGE_BYTES: Final = 64 * 1024
 HISTORY_LIMIT: Final = 90
 #: A page asks once, when it begins.
 HISTORY_SECONDS: Final = 5.0
+_NO_LEDGER: Final = "its ledger cannot be read"
 
 
 class Fleet:
@@ -172,27 +175,46 @@ class _Peer:
         self._is_known = True
 
     async def _look(self) -> None:
-        stats, health, leases, queue = await asyncio.gather(
+        stats, health, (leases, ledger_problem), queue = await asyncio.gather(
             self._get("/gpu/stats", believed_stats, missing=(503,)),
             self._get("/health", believed_health),
-            self._get("/leases", believed_leases, missing=(404, 503)),
+            self._leases(),
             self._get("/queue", believed_queue, missing=(404, 503)),
         )
         waiting, waiting_count = queue or ([], 0)
+        stats = stats or {"gpus": [], "sample_age_seconds": None, "is_ledger_unread": False}
+        if stats.pop("is_ledger_unread"):
+            ledger_problem = ledger_problem or _NO_LEDGER
         said = {
             "health": health or {"status": None, "error": None},
-            **(stats or {"gpus": [], "sample_age_seconds": None}),
-            # Null where it has none to tell of: an older server, or one whose ledger cannot be read.
+            **stats,
+            # Null where it has none to tell of: an older server, or one whose ledger cannot be read, and why not.
             "leases": leases,
+            "ledger_problem": ledger_problem,
             "queue": waiting,
             "waiting": waiting_count,
         }
         self._said = _as_bytes(said)[1:-1]
 
+    async def _leases(self) -> tuple[list[dict[str, Any]] | None, str | None]:
+        """All of them, or None and why they cannot be told; None and no reason where it knows of no leases."""
+        answer = await self._answer("/leases")
+        if answer.status == 503:
+            return None, (answer.body and parse_detail(answer.body)) or _NO_LEDGER
+        return await self._believed("/leases", answer, believed_leases, missing=(404,)), None
+
     async def _get(self, path: str, believe: Callable[[bytes], T], missing: tuple[int, ...] = (404,)) -> T | None:
         """None where the status is one of `missing`: it has no such thing, or not now."""
+        return await self._believed(path, await self._answer(path), believe, missing)
+
+    async def _answer(self, path: str) -> Answer:
         url = under(self._url, path)
-        answer = await exchange(self._session, "GET", url, timeout_seconds=TIMEOUT_SECONDS, most_bytes=MOST_BYTES)
+        return await exchange(self._session, "GET", url, timeout_seconds=TIMEOUT_SECONDS, most_bytes=MOST_BYTES)
+
+    async def _believed(
+        self, path: str, answer: Answer, believe: Callable[[bytes], T], missing: tuple[int, ...]
+    ) -> T | None:
+        url = under(self._url, path)
         if answer.status in missing:
             return None
         if answer.status != 200 or answer.body is None:

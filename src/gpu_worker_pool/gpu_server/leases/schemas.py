@@ -239,7 +239,7 @@ class StillWaiting(BaseModel):
     request_id: str = Field(examples=["train-7"])
     position: int = Field(ge=1, description="1 is next.", examples=[1])
     waiting_seconds: float = Field(ge=0, examples=[20.0])
-    reasons: list[str] = Field(description="Why it waits.", examples=[["one GPU: next in line; of 1 GPUs: 1 held"]])
+    reasons: list[str] = Field(description="Why it waits.", examples=[["one GPU: next in line; of 1 GPU: 1 held"]])
     token: str = Field(description="Secret: the token of the lease to come; cancelling needs it where it was sent.")
 
 
@@ -276,7 +276,7 @@ class Explanation(BaseModel):
     request_id: str = Field(description="Empty where nobody has asked for it.", examples=["train-7"])
     position: int = Field(ge=1, examples=[1])
     waiting_seconds: float = Field(ge=0, examples=[20.0])
-    summary: str = Field(examples=["one GPU: next in line; of 1 GPUs: 1 held"])
+    summary: str = Field(examples=["one GPU: next in line; of 1 GPU: 1 held"])
     impossible: list[str] = Field(description="Why no GPU could ever serve it.")
     gpus: list[ExplainedGPU]
 

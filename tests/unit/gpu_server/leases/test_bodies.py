@@ -55,7 +55,7 @@ def test_one_that_never_expires() -> None:
 def test_an_explanation_has_no_number_that_json_has_not() -> None:
     obstacle = Obstacle(ObstacleKind.TOO_LITTLE_LEFT, "0 MB left", -math.inf, 100.0)
     gpus = (GPUExplanation("GPU-1", "", "A", (obstacle,)), GPUExplanation("gpu-3", "", None, ()))
-    body = explanation_body("r", Explanation(PLAIN, 1, 2.0, gpus, (), "why"), {"GPU-1": 0}.get)
+    body = explanation_body("r", Explanation(PLAIN, 1, 2.0, gpus, (), "why", is_in_line=False), {"GPU-1": 0}.get)
     assert json.dumps(body, allow_nan=False)
     assert body["gpus"] == [
         {

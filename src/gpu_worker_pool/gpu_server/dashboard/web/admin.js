@@ -1,7 +1,7 @@
 // With an administrator's key: end a lease, or remove one who waits, each after a confirmation. The key is kept in this
 // variable and nowhere else.
 
-import { byId, setHidden, setText } from "./dom.js";
+import { byId, phrase, setHidden, setText } from "./dom.js";
 import { ask } from "./server.js";
 import { gpuNames, nameOf } from "./words.js";
 
@@ -12,7 +12,7 @@ export function isAdministrator() {
   return key !== null;
 }
 
-/** `onChange` is called when buttons are to appear or to vanish; `say(text)` tells those who listen. */
+/** `onChange` is called when buttons are to appear or to vanish; `say(words)` tells those who listen. */
 export function offerAdministration(onChange, say) {
   changed = onChange;
   const dialog = byId("key-dialog");
@@ -80,13 +80,13 @@ export function makeRelease(say) {
       const what = gpuNames(lease.gpus);
       const isQuarantined = lease.state === "quarantined";
       confirm({
-        title: isQuarantined ? `End the quarantine of ${what}?` : `Release ${what} of ${nameOf(lease)}?`,
+        title: isQuarantined ? `End the quarantine of ${what}?` : phrase`Release ${what} of ${nameOf(lease)}?`,
         text: isQuarantined
           ? "Somebody else may get it at once. If a program is still on it, the two will share it."
-          : `${described(lease)} The program is not stopped: until it notices that it has lost the lease, it goes on using the GPU, and somebody else may get it meanwhile.`,
+          : phrase`${described(lease)}The program is not stopped: until it notices that it has lost the lease, it goes on using the GPU, and somebody else may get it meanwhile.`,
         yes: isQuarantined ? "End the quarantine" : "Release it",
         path: `leases/${encodeURIComponent(lease.lease_id)}`,
-        done: () => say(`${what} of ${nameOf(lease)} was released.`),
+        done: () => say(phrase`${what} of ${nameOf(lease)} ${lease.gpus?.length > 1 ? "were" : "was"} released.`),
       });
     },
   };
@@ -97,24 +97,24 @@ export function makeRemoval(say) {
     isPossible: isAdministrator,
     ask: (row) =>
       confirm({
-        title: `Remove ${nameOf(row)} from the queue?`,
-        text: `${described(row)} It loses its place; its program is told that its request was cancelled.`,
+        title: phrase`Remove ${nameOf(row)} from the queue?`,
+        text: phrase`${described(row)}It loses its place; its program is told that its request was cancelled.`,
         yes: "Remove it",
         path: `queue/${encodeURIComponent(row.request_id)}`,
-        done: () => say(`${nameOf(row)} was removed from the queue.`),
+        done: () => say(phrase`${nameOf(row)} was removed from the queue.`),
       }),
   };
 }
 
 function described(row) {
-  return row.label ? `It says: “${row.label}”.` : "";
+  return row.label ? phrase`It says: “${row.label}”. ` : "";
 }
 
 function confirm({ title, text, yes, path, done }) {
   const dialog = byId("confirm-dialog");
   const button = byId("confirm-yes");
   setText(byId("confirm-title"), title);
-  setText(byId("confirm-text"), text.trim());
+  setText(byId("confirm-text"), text);
   setText(byId("confirm-problem"), "");
   setText(button, yes);
   byId("confirm-no").onclick = () => dialog.close();

@@ -46,7 +46,8 @@ export class Connection {
     }
     const { status, error } = host.health;
     if (status !== "degraded" && status !== "unhealthy") {
-      return host.ledgerProblem === null ? "" : `Who holds what cannot be told: ${host.ledgerProblem}`;
+      if (host.ledgerProblem !== null) return `Who holds what cannot be told: ${host.ledgerProblem}`;
+      return host.detailsProblem === null ? "" : `Why somebody waits, and what holders use, is not known: ${host.detailsProblem}`;
     }
     const shown = age === null ? "There are no readings" : `The last readings are ${duration(age)} old`;
     return `${shown}: ${error ?? "no reason was told"}`;

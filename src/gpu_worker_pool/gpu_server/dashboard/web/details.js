@@ -48,16 +48,21 @@ export class Details {
     const isForAnEvent = this.#isWanted;
     this.#isAsking = true;
     this.#isWanted = false;
+    const host = this.#host;
     let bytes = 0;
     try {
       if (document.visibilityState === "visible") {
         bytes = (await this.#askForQueue()) + (await this.#askForLeases());
         await this.#askForHealth();
+        host.detailsProblem = null;
         // Else the next reading shows it, too.
         if (isForAnEvent) this.#show();
       }
-    } catch {
-      // The stream notices that nobody is there, and says so.
+    } catch (error) {
+      // The stream notices that nobody is there, and says so. If it goes on, it has what a browser spares one server.
+      if (error.name === "TimeoutError") {
+        host.detailsProblem = "no answer to what was asked; perhaps too many pages of this server are open in this browser";
+      }
     } finally {
       this.#isAsking = false;
       this.#schedule(this.#isWanted ? 0.5 : ASK_SECONDS + bytes / BYTES_A_SECOND);
@@ -90,6 +95,7 @@ export class Details {
     if (host.health.status === null || host.health.status === "healthy") return;
     // The stream told why it began; how long it has lasted, changes.
     const { body } = await ask("health");
-    if (body?.status) host.health = body;
+    // That it has ended, the stream tells, as well.
+    if (body?.status === host.health.status) host.health = body;
   }
 }

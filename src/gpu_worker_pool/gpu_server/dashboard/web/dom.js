@@ -19,11 +19,26 @@ export function makeButton(text, onClick) {
   return button;
 }
 
-/** Touches the page only where something changes: most of what is shown stays as it is from second to second. */
-export function setText(element, text) {
+/**
+ * phrase`Release ${gpus} of ${name}?`: texts and elements, one element for each value, so that letters which run from
+ * right to left, and signs that turn the direction, rearrange none of the words around them. A phrase in it stays one.
+ */
+export function phrase(words, ...values) {
+  return words.flatMap((text, i) => (i < values.length ? [text, ...isolated(values[i])] : [text]));
+}
+
+function isolated(value) {
+  if (Array.isArray(value)) return value;
+  return value === "" ? [] : [make("bdi", "", String(value))];
+}
+
+/** A text or a phrase. Touches the page only where something changes: most of it stays as it is from second to second. */
+export function setText(element, words) {
+  const parts = Array.isArray(words) ? words : [words];
+  const text = parts.map((part) => part.textContent ?? part).join("");
   if (element.shownText !== text) {
     element.shownText = text;
-    element.textContent = text;
+    element.replaceChildren(...parts);
   }
 }
 

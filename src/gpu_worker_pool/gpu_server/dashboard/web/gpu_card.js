@@ -3,7 +3,7 @@
 import { make, setAttribute, setHidden, setText, showEach } from "./dom.js";
 import { GPUChart } from "./gpu_chart.js";
 import { HolderLine } from "./holder_line.js";
-import { now } from "./pool_state.js";
+import { devicesOf, now } from "./pool_state.js";
 import { count, degrees, gibibytes, percent, watts } from "./words.js";
 
 /** Numbers of many GPUs change less often than their bars: letters have to be set, bars only to be moved. */
@@ -67,7 +67,7 @@ export class GPUCard {
     setAttribute(this.model, "title", row.name ?? "");
     setText(this.word, condition.word);
     const memory = row.memory ?? {};
-    const promised = promisedMegabytes(leases, memory.total_mb);
+    const promised = promisedMegabytes(leases, row);
     this.memory.write(memory.usage_percent, `${gibibytes(memory.used_mb)} / ${gibibytes(memory.total_mb)} GiB`);
     this.memory.mark(promised !== null && memory.total_mb ? (100 * promised) / memory.total_mb : null);
     this.compute.write(row.utilization_percent, percent(row.utilization_percent));
@@ -76,7 +76,7 @@ export class GPUCard {
     setText(this.why, why);
     setHidden(this.why, why === "");
     showEach(this.holderList, this.#holders, leases, (lease) => lease.lease_id, () => new HolderLine(this.release));
-    for (const view of this.#holders.values()) view.updateFor(host, memory.total_mb, leases.length === 1);
+    for (const view of this.#holders.values()) view.updateFor(host, row, leases.length === 1);
     setText(this.together, together(leases, promised));
     setHidden(this.together, leases.length < 2);
   }
@@ -127,9 +127,13 @@ class Bar {
 }
 
 /** What is promised of this GPU in all; who named no amount was promised the whole. */
-function promisedMegabytes(leases, total) {
+function promisedMegabytes(leases, row) {
   if (leases.length === 0) return null;
-  return leases.reduce((sum, lease) => sum + (lease.memory_mb ?? total ?? 0), 0);
+  const wholes = leases.flatMap((lease) => {
+    const devices = devicesOf(lease, row);
+    return (devices.length > 0 ? devices : [row]).map((whole) => lease.memory_mb ?? whole.memory?.total_mb ?? 0);
+  });
+  return wholes.reduce((sum, each) => sum + each, 0);
 }
 
 /** What each of several uses cannot be told from what the others use. */

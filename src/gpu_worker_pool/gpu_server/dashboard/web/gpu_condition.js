@@ -1,13 +1,22 @@
 // Which of a few conditions a GPU is in, and why: what the card says in one word, and what the numbers above count.
 
+import { phrase } from "./dom.js";
 import { count, duration } from "./words.js";
-import { now } from "./pool_state.js";
+import { devicesOf, now } from "./pool_state.js";
 
 /** A GPU without a lease that does more than this is somebody's all the same. */
 const QUIET_PERCENT = 10;
 
-/** All GPUs of a host as `{ gpu, leases, condition }`. */
-export function conditionsOf(host) {
+/** `{ host, gpus, error }`: its GPUs as `{ gpu, leases, condition }`, or what kept them from being told. */
+export function seenOf(host) {
+  try {
+    return { host, gpus: conditionsOf(host), error: null };
+  } catch (error) {
+    return { host, gpus: [], error };
+  }
+}
+
+function conditionsOf(host) {
   const byGPU = host.leasesByGPU();
   return [...host.gpus.values()].map((gpu) => {
     const leases = byGPU.get(gpu.key) ?? [];
@@ -15,7 +24,7 @@ export function conditionsOf(host) {
   });
 }
 
-/** `kind` is one of free, held, outside, trouble; `word` is for people, `why` perhaps empty. */
+/** `kind` is one of free, held, outside, trouble; `word` is for people, `why`, a text or a phrase, perhaps empty. */
 function conditionOf(gpu, leases, host) {
   const row = gpu.row;
   if (gpu.missingSince !== null) {
@@ -26,10 +35,16 @@ function conditionOf(gpu, leases, host) {
   if (quarantined) {
     const { reason, seconds } = quarantined.quarantine ?? { reason: "its holder has lost it", seconds: 0 };
     const since = (seconds ?? 0) + (now() - (quarantined.seenAt ?? now())) / 1000;
-    return trouble("Quarantined", `for ${duration(since)}: ${reason ?? "no reason was told"}`);
+    return trouble("Quarantined", phrase`for ${duration(since)}: ${reason ?? "no reason was told"}`);
   }
   if (leases.length > 0) {
     if (leases.every((lease) => lease.state === "offered")) return { kind: "held", word: "Offered", why: "" };
+    const devices = row.mig_devices ?? [];
+    const heldDevices = new Set(leases.flatMap((lease) => devicesOf(lease, row)));
+    if (heldDevices.size > 0 && heldDevices.size < devices.length) {
+      const left = `${devices.length - heldDevices.size} of ${count(devices.length, "MIG device", "MIG devices")} not held`;
+      return { kind: "held", word: "Partly held", why: staleness(host) || left };
+    }
     const isShared = leases.some((lease) => lease.share);
     return { kind: "held", word: isShared ? "Shared" : "Held", why: staleness(host) };
   }
@@ -60,8 +75,9 @@ function outsiders(row) {
   if (processes.length === 0) return "without a lease; its processes cannot be seen";
   const names = processes.slice(0, 2).map((process) => {
     const name = (process.name ?? `process ${process.pid}`).split("/").at(-1);
-    return process.user ? `${name} of ${process.user}` : name;
+    return process.user ? phrase`${name} of ${process.user}` : phrase`${name}`;
   });
   const more = processes.length - names.length;
-  return `without a lease: ${names.join(", ")}${more > 0 ? ` and ${count(more, "more", "more")}` : ""}`;
+  const listed = names.flatMap((name, i) => (i === 0 ? name : [", ", ...name]));
+  return phrase`without a lease: ${listed}${more > 0 ? ` and ${count(more, "more", "more")}` : ""}`;
 }

@@ -1,15 +1,16 @@
 // One holder of a GPU: who, since when, and what it makes of what it was promised.
 
 import { make, makeButton, setAttribute, setHidden, setText } from "./dom.js";
-import { now } from "./pool_state.js";
+import { devicesOf, secondsSince } from "./pool_state.js";
 import { duration, gibibytes, momentOf, nameOf } from "./words.js";
 
 export class HolderLine {
   #lease = null;
 
   constructor(release) {
-    this.name = make("strong", "name");
-    this.label = make("span", "note");
+    this.name = make("bdi", "name");
+    this.label = make("bdi", "note");
+    this.device = make("span", "note");
     this.facts = make("span", "use");
     this.promised = make("span", "promised", " promised");
     this.idle = make("span", "tag");
@@ -17,7 +18,8 @@ export class HolderLine {
     this.release = release;
     this.element = make(
       "li", "holder",
-      make("span", "who-line", this.name, " ", this.label),
+      (this.who = make("span", "who-line", this.name, " ", this.label)),
+      this.device,
       make("span", "use-line", this.facts, this.promised, (this.where = make("span", "")), " ", this.idle),
       this.button,
     );
@@ -30,22 +32,33 @@ export class HolderLine {
     setAttribute(this.facts, "title", `since ${momentOf(lease.since)}`);
     setText(this.label, lease.label ?? "");
     setHidden(this.label, !lease.label);
+    // Where many have to fit, it may be cut off.
+    setAttribute(this.who, "title", [nameOf(lease), lease.label].filter(Boolean).join(" · "));
+    setText(this.button, lease.state === "quarantined" ? "End the quarantine…" : "Release…");
     const isIdle = lease.is_idle === true;
     setHidden(this.idle, !isIdle);
-    if (isIdle) setText(this.idle, `idle for ${duration(lease.idle_seconds ?? 0)}`);
+    if (isIdle) setText(this.idle, `idle for ${duration(lease.idle_seconds ?? null)}`);
   }
 
-  updateFor(host, totalMegabytes, isAlone) {
+  updateFor(host, row, isAlone) {
     const lease = this.#lease;
-    const held = `for ${duration((now() - lease.since) / 1000)}`;
-    const used = use(lease, totalMegabytes, isAlone);
+    const devices = devicesOf(lease, row);
+    setText(this.device, devices.length === 0 ? "" : `on ${devices.map(deviceName).join(", ")}`);
+    setHidden(this.device, devices.length === 0);
+    const held = `for ${duration(secondsSince(lease.since))}`;
+    const used = use(lease, (devices[0] ?? row).memory?.total_mb, isAlone);
     setText(this.facts, used === "" ? held : `${held} · ${used}`);
     setHidden(this.promised, used === "");
     const gpus = lease.gpus?.length ?? 1;
     setText(this.where, used !== "" && gpus > 1 ? ` on ${gpus} GPUs` : "");
     setHidden(this.button, !(host.isOwn && this.release.isPossible()));
-    setAttribute(this.button, "aria-label", `Release the lease of ${nameOf(lease)}`);
+    setAttribute(this.button, "aria-label", `${lease.state === "quarantined" ? "End the quarantine" : "Release the lease"} of ${nameOf(lease)}`);
   }
+}
+
+/** The same with each driver: older ones put the GPU's UUID first, and the same for all, and the device's numbers last. */
+function deviceName({ name, uuid }) {
+  return `${name ?? "MIG"} (${uuid.includes("/") ? uuid : uuid.slice(0, 12)})`;
 }
 
 /** Used of what was promised; of a lease of several GPUs, of all of them together. */

@@ -14,7 +14,7 @@ export class HostSection {
   constructor(release) {
     this.release = release;
     sections += 1;
-    this.name = make("span", "");
+    this.name = make("bdi", "");
     this.title = make("h3", "", this.name);
     this.title.id = `host-${sections}`;
     this.health = make("p", "health", make("span", "sign"), (this.healthText = make("span", "")));
@@ -28,9 +28,20 @@ export class HostSection {
     setAttribute(this.element, "aria-labelledby", this.title.id);
   }
 
-  update({ host, gpus, isAlone, isCrowded }) {
-    setText(this.name, host.name);
-    setAttribute(this.element, "data-host", host.name);
+  /** What cannot be drawn of one host keeps no other from being drawn. */
+  update(item) {
+    setText(this.name, item.host.name);
+    setAttribute(this.element, "data-host", item.host.name);
+    try {
+      if (item.error !== null) throw item.error;
+      this.#draw(item);
+    } catch (error) {
+      setText(this.problem, `What this host says cannot be shown: ${error.message}`);
+      setHidden(this.problem, false);
+    }
+  }
+
+  #draw({ host, gpus, isAlone, isCrowded }) {
     this.head.classList.toggle("unseen", isAlone);
     setHidden(this.link, host.url === null);
     if (host.url !== null) setAttribute(this.link, "href", `${host.url}/dashboard`);
@@ -62,5 +73,8 @@ function healthOf(host) {
     return { kind: "trouble", text: `${word}, ${old}`, problem: error ?? "no reason was told" };
   }
   if (host.isStale) return { kind: "trouble", text: `Stale, ${old}`, problem: "" };
+  if (host.ledgerProblem !== null) {
+    return { kind: "trouble", text: `Leases unknown, ${old}`, problem: `Who holds what cannot be told: ${host.ledgerProblem}` };
+  }
   return { kind: "fine", text: `Healthy, ${count(host.gpus.size, "GPU", "GPUs")}`, problem: "" };
 }

@@ -3,16 +3,16 @@
 import { makeRelease, makeRemoval, offerAdministration } from "./admin.js";
 import { Connection } from "./connection.js";
 import { Details } from "./details.js";
-import { byId, setText, showEach } from "./dom.js";
+import { byId, phrase, setText, showEach } from "./dom.js";
 import { addEvent, addLeaseEvent, addQueueEvent } from "./event_list.js";
-import { conditionsOf } from "./gpu_condition.js";
+import { seenOf } from "./gpu_condition.js";
 import { HostSection } from "./host_section.js";
 import { followOtherHosts } from "./other_hosts.js";
 import { Host, now } from "./pool_state.js";
 import { showQueue } from "./queue_list.js";
-import { askQuietly } from "./server.js";
+import { address, askQuietly } from "./server.js";
 import { openStream } from "./stream.js";
-import { showTotals } from "./totals.js";
+import { countAll, showTotals } from "./totals.js";
 
 /** Of all GPUs together: the more there are, the less is asked for of each, so that the page begins at once. */
 const MOST_READINGS = 2400;
@@ -32,8 +32,11 @@ const removal = makeRemoval(say);
 
 let isDue = false;
 let shownAt = 0;
+let isResting = false;
 
 function show() {
+  // No frame is drawn in a tab that nobody sees, but its title is seen.
+  if (document.visibilityState === "hidden") showTitle(countAll([own, ...others].map(seenOf)));
   if (isDue) return;
   isDue = true;
   requestAnimationFrame(() => {
@@ -42,10 +45,10 @@ function show() {
     const hosts = [own, ...others];
     const isAlone = hosts.length === 1;
     connection.show(own);
-    const seen = hosts.map((host) => ({ host, gpus: conditionsOf(host) }));
-    const totals = showTotals(seen);
-    const title = `${totals.free}/${totals.gpus} free · ${isAlone ? own.name : "GPU pool"}`;
-    if (document.title !== title) document.title = title;
+    const seen = hosts.map(seenOf);
+    const totals = countAll(seen);
+    showTotals(totals);
+    showTitle(totals);
     if (own.readAt !== null || !isAlone) {
       byId("hosts").querySelector(":scope > .empty")?.remove();
       const items = seen.map((each) => ({ ...each, isAlone, isCrowded: totals.gpus > MANY_GPUS }));
@@ -55,13 +58,20 @@ function show() {
   });
 }
 
+/** A page that rests knows no number. */
+function showTitle(totals) {
+  const name = others.length === 0 ? own.name : "GPU pool";
+  const title = isResting ? name : `${totals.free}/${totals.gpus} free · ${name}`;
+  if (document.title !== title) document.title = title;
+}
+
 /** With a reading a second there is no need to. */
 setInterval(() => {
   if (now() - shownAt > (own.intervalSeconds <= 1 ? 1500 : 900)) show();
 }, 1000);
 
-function say(text) {
-  byId("said").textContent = text;
+function say(words) {
+  byId("said").replaceChildren(...[words].flat());
 }
 
 // --- the stream ---
@@ -76,7 +86,7 @@ function tellFaults() {
     faults.set(gpu.key, fault);
     const name = `GPU ${gpu.row.gpu_id}`;
     if (fault === null) addEvent("free", "Well", `${name} can be used again`);
-    else addEvent("trouble", gpu.missingSince !== null ? "Missing" : "Fault", `${name}: ${fault}`);
+    else addEvent("trouble", gpu.missingSince !== null ? "Missing" : "Fault", phrase`${name}: ${fault}`);
   }
 }
 
@@ -97,7 +107,12 @@ openStream({
     say("Disconnected from the server. What is shown grows old.");
     show();
   },
+  rests() {
+    isResting = true;
+    show();
+  },
   rested() {
+    isResting = false;
     connection.disconnected();
     addEvent("waiting", "Rested", "while nobody looked at this page");
     show();
@@ -165,6 +180,7 @@ async function getToKnow() {
   own.name = host.name;
   own.intervalSeconds = host.refresh_interval;
   setText(byId("host-name"), host.peers.length > 0 ? `seen from ${host.name}` : host.name);
+  byId("api-link").href = address(host.docs);
   setText(byId("chart-span"), `the last ${Math.round(own.chartSeconds)} s`);
   show();
   if (host.peers.length > 0) {

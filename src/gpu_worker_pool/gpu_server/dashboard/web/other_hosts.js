@@ -1,5 +1,6 @@
 // The other hosts of the fleet, as this host's server sees them: the browser asks nobody but it.
 
+import { phrase } from "./dom.js";
 import { addEvent, addLeaseEvent } from "./event_list.js";
 import { now, Host } from "./pool_state.js";
 import { askQuietly } from "./server.js";
@@ -7,11 +8,13 @@ import { askQuietly } from "./server.js";
 const INTERVAL_SECONDS = 2;
 /** Until the first answers are there. */
 const FIRST_SECONDS = 0.5;
+/** After so long, as when nobody looked, there is something to catch up on. */
+const SILENT_SECONDS = 10;
 
 /** Calls `show(hosts)` with all of them whenever something was heard. */
 export async function followOtherHosts(show) {
   const hosts = new Map();
-  let hasHistory = false;
+  let heardAt = 0;
   for (;;) {
     const answer = document.visibilityState === "visible" ? await askQuietly("dashboard/peers") : null;
     if (answer !== null) {
@@ -24,16 +27,21 @@ export async function followOtherHosts(show) {
         // This host itself, as it turned out.
         if (!names.has(name)) hosts.delete(name);
       }
+      const isAfterSilence = now() - heardAt > 1000 * SILENT_SECONDS;
+      const isAsking = answer.peers.some((peer) => peer.status === "asking");
+      if (!isAsking) heardAt = now();
       show([...hosts.values()]);
+      // What happened meanwhile. Nobody waits for it here: one that is slow would make all the others look old.
+      if (isAfterSilence && !isAsking) loadHistories(hosts);
     }
-    const isAsking = answer?.peers.some((peer) => peer.status === "asking") ?? false;
-    if (answer !== null && !isAsking && !hasHistory) {
-      hasHistory = true;
-      const history = await askQuietly("dashboard/peers/history");
-      for (const [name, past] of Object.entries(history?.peers ?? {})) hosts.get(name)?.takeHistory(past);
-    }
-    await new Promise((resolve) => setTimeout(resolve, 1000 * (isAsking ? FIRST_SECONDS : INTERVAL_SECONDS)));
+    const seconds = heardAt === 0 ? FIRST_SECONDS : INTERVAL_SECONDS;
+    await new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
   }
+}
+
+async function loadHistories(hosts) {
+  const history = await askQuietly("dashboard/peers/history");
+  for (const [name, past] of Object.entries(history?.peers ?? {})) hosts.get(name)?.takeHistory(past);
 }
 
 function newHost(peer) {
@@ -43,8 +51,8 @@ function newHost(peer) {
 function take(host, peer) {
   const wasReachable = host.problem === null;
   host.problem = peer.status === "silent" ? peer.problem : null;
-  if (wasReachable && host.problem !== null) addEvent("trouble", "Silent", `${host.name}: ${host.problem}`);
-  if (!wasReachable && host.problem === null) addEvent("free", "Back", `${host.name} answers again`);
+  if (wasReachable && host.problem !== null) addEvent("trouble", "Silent", phrase`${host.name}: ${host.problem}`);
+  if (!wasReachable && host.problem === null) addEvent("free", "Back", phrase`${host.name} answers again`);
   if (host.problem !== null || peer.health === undefined) return;
   host.health = peer.health;
   const age = (peer.sample_age_seconds ?? 0) + (peer.answered_seconds_ago ?? 0);
@@ -54,6 +62,7 @@ function take(host, peer) {
   if (peer.sample_age_seconds !== null) host.takeStats({ gpus: peer.gpus, sample_age_seconds: age });
   tellLeases(host, peer.leases);
   host.takeLeases(peer.leases);
+  host.ledgerProblem = peer.ledger_problem;
   host.takeQueue(peer.queue, peer.waiting);
 }
 

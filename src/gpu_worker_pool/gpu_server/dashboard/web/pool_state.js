@@ -1,6 +1,8 @@
 // What is known of the hosts: their GPUs, leases and queues, and since when. It knows nothing of how that is shown.
 
 const CHART_POINTS = 90;
+/** Where a gap begins, so long after what was last read. */
+const GAP_SECONDS = 0.001;
 /** So many seconds of silence are usual: longer ones are a gap in the chart, and make what is shown stale. */
 const USUAL_INTERVALS = 3;
 
@@ -31,6 +33,8 @@ export class Host {
     this.leases = new Map();
     /** Why nobody knows who holds what; null while it is known. */
     this.ledgerProblem = null;
+    /** Why what the stream does not tell is not known; null while it is. */
+    this.detailsProblem = null;
     this.queue = [];
     this.waiting = 0;
   }
@@ -70,7 +74,7 @@ export class Host {
     }
   }
 
-  /** What `/gpu/history` told, put before what has been seen since. */
+  /** What `/gpu/history` told, put where nothing was seen. */
   takeHistory(history) {
     const newest = now() / 1000 - (history.sample_age_seconds ?? 0);
     for (const past of history.gpus ?? []) {
@@ -79,16 +83,18 @@ export class Host {
       if (gpu === undefined || readings.length === 0) continue;
       // Only differences count: the server's clock, and its zone, may be any.
       const last = Date.parse(readings.at(-1).timestamp);
-      const live = gpu.chart;
+      const live = gpu.chart.readings();
+      const told = readings
+        .map((reading) => ({
+          at: newest - (last - Date.parse(reading.timestamp)) / 1000,
+          utilization: reading.utilization_percent,
+          memory: reading.memory_usage_percent,
+        }))
+        .filter(({ at }) => Number.isFinite(at) && !live.some((seen) => Math.abs(seen.at - at) < this.intervalSeconds / 2));
       gpu.chart = new Chart();
-      const liveFrom = live.times[0] ?? Infinity;
-      for (const reading of readings) {
-        const at = newest - (last - Date.parse(reading.timestamp)) / 1000;
-        if (Number.isFinite(at) && at < liveFrom - 0.3) {
-          gpu.chart.add(at, reading.utilization_percent, reading.memory_usage_percent, this);
-        }
+      for (const { at, utilization, memory } of [...told, ...live].sort((one, other) => one.at - other.at)) {
+        gpu.chart.add(at, utilization, memory, this);
       }
-      live.times.forEach((at, i) => gpu.chart.add(at, live.utilization[i], live.memory[i], this));
     }
   }
 
@@ -105,8 +111,7 @@ export class Host {
   }
 
   takeQueue(rows, waiting = rows.length) {
-    const at = now();
-    this.queue = rows.map((row) => ({ ...row, since: at - (row.waiting_seconds ?? 0) * 1000 }));
+    this.queue = rows.map((row) => ({ ...row, since: before(row.waiting_seconds) }));
     this.waiting = waiting;
   }
 
@@ -128,8 +133,24 @@ export class Host {
   }
 }
 
+/** The MIG devices of this GPU that a lease is of; none of a whole one. */
+export function devicesOf(lease, row) {
+  const held = new Set((lease.gpus ?? []).map((gpu) => gpu.uuid));
+  return (row.mig_devices ?? []).filter((device) => device.uuid && held.has(device.uuid));
+}
+
 function withSince(row) {
-  return { ...row, seenAt: now(), since: now() - (row.held_seconds ?? 0) * 1000 };
+  return { ...row, seenAt: now(), since: before(row.held_seconds) };
+}
+
+/** The moment so many seconds ago; null where it is not known how many. */
+function before(seconds) {
+  return seconds === null || seconds === undefined ? null : now() - seconds * 1000;
+}
+
+/** How long ago that was; null where it is not known. */
+export function secondsSince(moment) {
+  return moment === null ? null : (now() - moment) / 1000;
 }
 
 /** The last readings of one GPU. */
@@ -142,13 +163,20 @@ class Chart {
     const last = this.times.at(-1);
     if (last !== undefined && at <= last) return;
     // Where nothing was read for a while, nothing is drawn.
-    if (last !== undefined && at - last > USUAL_INTERVALS * host.intervalSeconds + 1) this.#push(last + 0.001, null, null);
+    if (last !== undefined && at - last > USUAL_INTERVALS * host.intervalSeconds + 1) this.#push(last + GAP_SECONDS, null, null);
     this.#push(at, utilization ?? null, memory ?? null);
     while (this.times[1] < at - host.chartSeconds || this.times.length > 2 * CHART_POINTS) {
       this.times.shift();
       this.utilization.shift();
       this.memory.shift();
     }
+  }
+
+  /** What was read, without the gaps. */
+  readings() {
+    return this.times
+      .map((at, i) => ({ at, utilization: this.utilization[i], memory: this.memory[i] }))
+      .filter(({ at }, i) => i === 0 || at - this.times[i - 1] > 2 * GAP_SECONDS);
   }
 
   #push(at, utilization, memory) {

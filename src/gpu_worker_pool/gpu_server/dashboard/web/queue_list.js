@@ -1,7 +1,7 @@
 // Who waits, for what, for how long, and why, GPU by GPU.
 
-import { byId, make, makeButton, setAttribute, setHidden, setText, showEach } from "./dom.js";
-import { now } from "./pool_state.js";
+import { byId, make, makeButton, phrase, setAttribute, setHidden, setText, showEach } from "./dom.js";
+import { secondsSince } from "./pool_state.js";
 import { count, duration, nameOf } from "./words.js";
 
 const views = new Map();
@@ -14,7 +14,9 @@ export function showQueue(hosts, removal) {
   const waiting = hosts.reduce((sum, host) => sum + host.waiting, 0);
   const items = hosts.flatMap((host) => host.queue.map((row, i) => ({ row, host, isAlone, isFirst: i === 0 })));
   setText(byId("queue-count"), waiting > 0 ? String(waiting) : "");
-  setHidden(byId("queue-empty"), waiting > 0);
+  const isListed = items.length > 0 || waiting === 0;
+  setText(byId("queue-empty"), isListed ? "Nobody waits." : `${count(waiting, "waits", "wait")}; who, is not known yet.`);
+  setHidden(byId("queue-empty"), items.length > 0);
   showEach(
     byId("queue"), views, items.slice(0, MOST_LISTED),
     ({ row, host }) => `${host.key} ${row.request_id}`,
@@ -29,8 +31,9 @@ class WaiterLine {
   constructor(removal, isOpen) {
     this.removal = removal;
     this.position = make("span", "position");
-    this.name = make("strong", "name");
-    this.label = make("span", "note");
+    this.name = make("bdi", "name");
+    this.label = make("bdi", "note");
+    this.where = make("span", "where");
     this.time = make("span", "time");
     this.summary = make("p", "summary");
     this.gpus = make("ul", "reasons");
@@ -44,7 +47,7 @@ class WaiterLine {
     this.button = makeButton("Remove…", () => removal.ask(this.#row));
     this.element = make(
       "li", "waiter",
-      make("div", "waiter-head", this.position, make("span", "who-line", this.name, " ", this.label), this.time),
+      make("div", "waiter-head", this.position, make("span", "who-line", this.name, " ", this.label, " ", this.where), this.time),
       this.summary, this.details, this.button,
     );
   }
@@ -61,8 +64,9 @@ class WaiterLine {
     setAttribute(this.element, "data-request", row.request_id);
     setText(this.position, String(row.position ?? ""));
     setText(this.name, nameOf(row));
-    setText(this.label, [row.label, isAlone ? null : `on ${host.name}`].filter(Boolean).join(" · "));
-    setText(this.time, duration((now() - row.since) / 1000));
+    setText(this.label, row.label ?? "");
+    setText(this.where, isAlone ? "" : phrase`on ${host.name}`);
+    setText(this.time, duration(secondsSince(row.since)));
     const summary = row.reasons?.[0];
     setText(this.summary, summary ?? `wants ${count(row.count ?? 1, "GPU", "GPUs")}`);
     setHidden(this.details, !(row.reasons?.length > 1));
@@ -83,7 +87,7 @@ class Reason {
 
   /** "GPU 3: held by ana for 12 s": what is before the colon is the GPU. */
   update({ text }) {
-    const [, gpu, why] = /^(GPU \S+): (.*)$/s.exec(text) ?? [null, "", text];
+    const [, gpu, why] = /^(GPU [^:]+): (.*)$/s.exec(text) ?? [null, "", text];
     setText(this.gpu, gpu);
     setText(this.why, why);
   }

@@ -8,7 +8,7 @@ const SILENT_MILLISECONDS = 10_000;
 const UNSEEN_MILLISECONDS = 60_000;
 const NAMES = ["snapshot", "health", "leases", "lease", "queue"];
 
-/** `handlers` has a function for each of NAMES, and `connected()`, `disconnected()`, `rested()`: nobody looked. */
+/** `handlers` has a function for each of NAMES, and `connected()`, `disconnected()`; `rests()` while nobody looks, then `rested()`. */
 export function openStream(handlers) {
   let source = null;
   let failures = 0;
@@ -76,20 +76,24 @@ export function openStream(handlers) {
 
   // A browser gives one server few connections: a page that nobody has seen for a while keeps none of them.
   let rest = null;
+  let isResting = false;
   document.addEventListener("visibilitychange", () => {
     clearTimeout(rest);
     if (document.visibilityState === "hidden") {
       rest = setTimeout(() => {
         close();
         isConnected = false;
+        isResting = true;
+        handlers.rests();
       }, UNSEEN_MILLISECONDS);
-    } else if (source === null) {
+    } else if (isResting) {
+      isResting = false;
       handlers.rested();
       open();
     }
   });
   window.addEventListener("online", () => {
-    if (!isConnected) open();
+    if (!isConnected && !isResting) open();
   });
   setInterval(doubt, 2000);
   open();

@@ -12,14 +12,20 @@ const NUMBERS = [
 const shown = new Map();
 
 /** `seen`: for each host `{ host, gpus }`, its GPUs with their conditions. */
-export function showTotals(seen) {
+export function countAll(seen) {
   const numbers = { free: 0, held: 0, outside: 0, trouble: 0, waiting: 0 };
   let total = 0;
   for (const { host, gpus } of seen) {
     total += gpus.length;
     numbers.waiting += host.waiting;
+    // What it has is not known; that it is in trouble, is.
+    if (host.problem !== null && gpus.length === 0) numbers.trouble += 1;
     for (const { condition } of gpus) numbers[condition.kind] += 1;
   }
+  return { ...numbers, gpus: total };
+}
+
+export function showTotals(numbers) {
   for (const [kind, name] of NUMBERS) {
     if (!shown.has(kind)) {
       const number = make("dd", "number");
@@ -34,7 +40,6 @@ export function showTotals(seen) {
     setText(number, String(numbers[kind]));
     tile.classList.toggle("none", numbers[kind] === 0);
   }
-  return { ...numbers, gpus: total };
 }
 
 /** On a phone the queue is far below. */

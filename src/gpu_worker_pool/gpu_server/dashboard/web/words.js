@@ -28,6 +28,7 @@ export function age(seconds) {
 
 /** "7 s", "12 min", "2 h 5 min", "3 d 4 h": two parts at most. */
 export function duration(seconds) {
+  if (seconds === null || !Number.isFinite(seconds)) return UNKNOWN;
   const whole = Math.max(0, Math.floor(seconds));
   if (whole < 60) return `${whole} s`;
   const minutes = Math.floor(whole / 60);
@@ -51,6 +52,7 @@ export function timeOfDay(milliseconds) {
 const dayAndClock = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
 
 export function momentOf(milliseconds) {
+  if (milliseconds === null || Number.isNaN(new Date(milliseconds).getTime())) return UNKNOWN;
   // To the second it is never the same twice, seen from here.
   return dayAndClock.format(1000 * Math.round(milliseconds / 1000));
 }
