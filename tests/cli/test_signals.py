@@ -105,7 +105,7 @@ def test_whoever_is_ended_while_waiting_leaves_the_queue(programs: Programs, nam
     eventually(programs.waiting)
     waiting.send_signal(getattr(signal, name))
     assert waiting.wait(10) == 128 + getattr(signal, name)
-    assert programs.waiting() == []
+    eventually(lambda: programs.waiting() == [])
 
 
 def test_whoever_is_killed_while_waiting_leaves_the_queue(programs: Programs) -> None:

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 #: These end whoever waits.
 ENDING: Final = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM})
-#: So long the keeper may take to give up a place, or to give back a GPU; a server that is away is not waited for.
+#: So long the keeper may take to give back a GPU; a server that is away is not waited for.
 FAREWELL_SECONDS: Final = 6.0
+#: Whoever ends the waiting wants to be gone: the keeper gives up the place alone, if it takes longer.
+PLACE_FAREWELL_SECONDS: Final = 0.5
 LAST_MOMENT_SECONDS: Final = 0.3
 TICK_SECONDS: Final = 1.0
 
@@ -94,7 +96,7 @@ class Front:
         if info.number in ENDING:
             self.progress.pause()
             self.keeper.send("stop")
-            self.until_keeper_is_gone()
+            self.until_keeper_is_gone(PLACE_FAREWELL_SECONDS)
             raise InterruptedBySignal(info)
         if info.number == signal.SIGTSTP:
             self.stop_myself()

@@ -65,6 +65,7 @@ class _Keeper:
         self._command_pid: int | None = None
         self._summary = ""
         self._services: list[Service] = []
+        self._asking: Asking | None = None
         #: Nobody wants the GPU any more: it was said so, or whoever could has gone.
         self._is_over = asyncio.Event()
         #: `gpu-pool` itself has gone, without saying anything.
@@ -92,6 +93,8 @@ class _Keeper:
             if found is not None:
                 await self._hold(*found)
         finally:
+            if self._asking is not None:
+                await self._asking.until_given_up()
             for service in self._services:
                 service.forget()
 
@@ -124,10 +127,9 @@ class _Keeper:
         patience = self._asked.patience
         asks = asks_for(self._asked)
         self._services = [service for service, _ in asks]
+        self._asking = Asking(asks, self._tell_waiting, self._tell_trouble)
         asking = asyncio.create_task(
-            Asking(asks, self._tell_waiting, self._tell_trouble).lease(
-                patience.timeout_seconds, is_no_wait=patience.is_none
-            )
+            self._asking.lease(patience.timeout_seconds, is_no_wait=patience.is_none),
         )
         ends = [asyncio.create_task(event.wait()) for event in (self._is_over, self._is_alone)]
         await asyncio.wait([asking, *ends], return_when=asyncio.FIRST_COMPLETED)
