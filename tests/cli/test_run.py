@@ -236,6 +236,15 @@ def test_visible_devices_are_a_wish(programs: Programs) -> None:
     programs.environment["GPU_BACKEND"] = "simulated:3"
     done = programs.call("run", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="2")
     assert done.stdout == "2\n"
+    assert done.stderr == ""
+    some = programs.call("run", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="1,9")
+    assert some.stdout == "1\n"
+    assert some.stderr == "gpu-pool: CUDA_VISIBLE_DEVICES names what this host has not (9): it is skipped\n"
+    nothing = programs.call("run", "--", "true", CUDA_VISIBLE_DEVICES="NoDevFiles")
+    assert nothing.returncode == 0
+    assert nothing.stderr == (
+        "gpu-pool: CUDA_VISIBLE_DEVICES names what this host has not (NoDevFiles): every GPU may be given\n"
+    )
     hidden = programs.call("run", "--", "true", CUDA_VISIBLE_DEVICES="-1")
     assert hidden.returncode == 65
     assert "CUDA_VISIBLE_DEVICES='-1' hides every GPU: unset it" in hidden.stderr

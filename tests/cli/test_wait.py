@@ -41,6 +41,24 @@ def test_the_shell_has_it_until_it_ends(programs: Programs) -> None:
     assert programs.leases() == []
 
 
+def test_a_run_in_that_shell_uses_the_lease_of_the_shell(programs: Programs) -> None:
+    """The value alone names no lease; the shell that has it is known all the same."""
+    show = "sh -c 'echo $CUDA_VISIBLE_DEVICES $GPU_POOL_LEASE_ID'"
+    done = bash(
+        programs, f'export CUDA_VISIBLE_DEVICES=$({WAIT}); {RUN} --no-wait -- {show}; sh -c "{RUN} --no-wait -- true"'
+    )
+    assert done.stdout.split() == ["0", "lease-1"], done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_shell_waits_and_is_told_what_limits_it(programs: Programs) -> None:
+    programs.environment["GPU_BACKEND"] = "simulated:2"
+    programs.holding("--only", "0")
+    done = programs.call("run", "--no-wait", "--", "true", CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 75
+    assert "CUDA_VISIBLE_DEVICES=0 allows no other" in done.stderr
+
+
 @pytest.mark.parametrize(
     "substitution",
     [

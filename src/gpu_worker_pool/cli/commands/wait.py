@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     epilog="""\
 \b
 Examples:
-  CUDA_VISIBLE_DEVICES=$(gpu-pool wait) || exit     stops the script if there is none
+  eval "$(gpu-pool wait --export || echo exit)"     ends the script if there is none
+  CUDA_VISIBLE_DEVICES=$(gpu-pool wait) || exit     the bare value, for your own variables
   export CUDA_VISIBLE_DEVICES
-  eval "$(gpu-pool wait --export -n 2)"             the order and the lease's id, too
   gpu-pool wait --pid 4242                          for a process that is there already
 
 \b
