@@ -100,6 +100,15 @@ def test_a_host_without_a_driver(programs: Programs) -> None:
     assert "this host has no GPU" in none.stderr
 
 
+@pytest.mark.parametrize("closed", ["0<&-", ">&-", "2>&-", "0<&- >&- 2>&-"])
+def test_closed_streams_are_the_commands_matter(programs: Programs, closed: str) -> None:
+    done = programs.run(["bash", "-c", f"gpu-pool run -- sh -c 'touch ran; exit 3' {closed}"])
+    assert done.returncode == 3
+    assert (programs.folder / "ran").exists()
+    assert done.stderr == ""
+    assert programs.run(["bash", "-c", f"gpu-pool status {closed}"]).returncode == 0
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

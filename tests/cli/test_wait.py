@@ -165,6 +165,12 @@ def test_a_value_that_nobody_got_keeps_no_gpu(programs: Programs) -> None:
         still_there.wait()
 
 
+def test_where_nobody_could_get_the_value_nothing_is_asked_for(programs: Programs) -> None:
+    done = bash(programs, f"{WAIT} >&-; echo $? >&2; {RUN} --no-wait -- true; echo $? >&2")
+    assert done.stderr.split("\n")[-3:] == ["2", "0", ""]
+    assert "stdout is closed" in done.stderr
+
+
 def test_its_keeper_gives_back_when_told_to_end(programs: Programs) -> None:
     programs.call("wait", "--pid", os.getpid())
     assert [lease["state"] for lease in programs.leases()] == ["held"]
