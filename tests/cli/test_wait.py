@@ -149,7 +149,7 @@ def test_interrupted_while_waiting(programs: Programs) -> None:
     waiting.send_signal(signal.SIGTERM)
     assert waiting.wait(10) == 143
     assert waiting.out == ""
-    assert programs.waiting() == []
+    eventually(lambda: programs.waiting() == [])
 
 
 def test_a_value_that_nobody_got_keeps_no_gpu(programs: Programs) -> None:
@@ -174,17 +174,29 @@ def test_where_nobody_could_get_the_value_nothing_is_asked_for(programs: Program
 def test_its_keeper_gives_back_when_told_to_end(programs: Programs) -> None:
     programs.call("wait", "--pid", os.getpid())
     assert [lease["state"] for lease in programs.leases()] == ["held"]
-    keepers = [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdecimal() and is_there(int(entry.name)) and _is_keeper(entry, str(os.getpid()))
-    ]
+    keepers = _keepers_for(os.getpid())
     assert len(keepers) == 1
     assert os.getsid(keepers[0]) == keepers[0]
     os.kill(keepers[0], signal.SIGTERM)
     eventually(lambda: not is_there(keepers[0]))
     # The lease of a keeper that was only gone would be in quarantine now.
     assert programs.leases() == []
+
+
+def test_its_keeper_ends_with_a_lease_that_was_released(programs: Programs) -> None:
+    programs.call("wait", "--ttl", "2s", "--pid", os.getpid())
+    (lease,) = programs.leases()
+    (keeper,) = _keepers_for(os.getpid())
+    assert programs.call("release", lease["lease_id"]).returncode == 0
+    eventually(lambda: not is_there(keeper))
+
+
+def _keepers_for(pid: int) -> list[int]:
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and is_there(int(entry.name)) and _is_keeper(entry, str(pid))
+    ]
 
 
 def _is_keeper(entry: Path, pid: str) -> bool:

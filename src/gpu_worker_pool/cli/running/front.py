@@ -73,7 +73,8 @@ class Front:
                 self._is_keeper_heard = False
                 self.on_keeper_gone()
         if self._signals.fileno() in ready:
-            for info in self._signals.read():
+            # Children last: what was stopped together with us may have gone on together with us.
+            for info in sorted(self._signals.read(), key=lambda info: info.number == signal.SIGCHLD):
                 if info.number == signal.SIGCHLD:
                     self._reap()
                 else:
@@ -145,18 +146,23 @@ class Front:
     def _reap(self) -> None:
         while True:
             try:
-                pid, wait_status = os.waitpid(-1, os.WNOHANG)
+                pid, wait_status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
-            if pid == self.keeper.pid:
+            if os.WIFSTOPPED(wait_status):
+                self.on_child_stopped(pid)
+            elif pid == self.keeper.pid:
                 self.keeper.reaped(wait_status)
             else:
                 self.on_child_ended(pid, wait_status)
 
     def on_child_ended(self, pid: int, wait_status: int) -> None:
         """A child but the keeper: the command, or an orphan of its."""
+
+    def on_child_stopped(self, pid: int) -> None:
+        """Any child."""
 
 
 def end_like(info: SignalInfo) -> int:

@@ -12,7 +12,7 @@ import random
 import select
 import signal
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.cli.endpoints import is_endpoint_named
 from gpu_worker_pool.cli.logs import configure_logs
@@ -180,7 +180,10 @@ class _Keeper:
         resting = asyncio.create_task(_rest_soon(service))
         holding = Holding(service, lease, self._tell, self._tell_lost)
         keeping = None if lease.is_inherited else asyncio.create_task(holding.keep())
-        is_clean = await (self._until_command_ended(lease) if self._asked.for_pid is None else self._until_pid_ended())
+        if self._asked.for_pid is None:
+            is_clean = await self._until_command_ended(lease)
+        else:
+            is_clean = await self._until_pid_ended(keeping)
         resting.cancel()
         if keeping is not None:
             keeping.cancel()
@@ -209,14 +212,19 @@ class _Keeper:
             await until_gone(self._command_pid)
         return not processes_of_lease(lease.lease_id)
 
-    async def _until_pid_ended(self) -> bool:
-        """Of a `wait`: for as long as its shell lives, once that knows of the GPU."""
+    async def _until_pid_ended(self, keeping: asyncio.Task[None] | None) -> bool:
+        """Of a `wait`: for as long as its shell lives, once that knows of the GPU, and there is a lease to keep."""
         await self._is_alone.wait()
         if not self._is_taken:
             return True
         _leave_the_terminal()
         assert self._asked.for_pid is not None
-        ends = [asyncio.create_task(until_gone(self._asked.for_pid)), asyncio.create_task(self._is_over.wait())]
+        ends: list[asyncio.Task[Any]] = [
+            asyncio.create_task(until_gone(self._asked.for_pid)),
+            asyncio.create_task(self._is_over.wait()),
+        ]
+        if keeping is not None:
+            ends.append(keeping)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return True
 
