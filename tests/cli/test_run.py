@@ -123,6 +123,11 @@ def test_closed_streams_are_the_commands_matter(programs: Programs, closed: str)
         ["-n", "0", "--", "true"],
         ["--nonsense", "--", "true"],
         ["--label", "a\x1b[31mb", "--", "true"],
+        ["--label", "\udcff", "--", "true"],
+        ["--only", "\x1b[31m0", "--", "true"],
+        ["--exclude", "0,\x1b[31m", "--", "true"],
+        ["--model", "A\x1b[31m", "--", "true"],
+        ["--model", "", "--", "true"],
         ["-e", "ftp://host", "--", "true"],
     ],
 )

@@ -91,12 +91,12 @@ def test_a_signal_that_the_command_survived_does_not_end_what_it_leaves_behind(
 ) -> None:
     begun, heard, pid_file = tmp_path / "begun", tmp_path / "heard", tmp_path / "pid"
     script = (
-        f"trap 'touch {heard}' INT; touch {begun}; while [ ! -e {heard} ]; do sleep 0.05; done; "
+        f"trap 'touch {heard}' TERM; touch {begun}; while [ ! -e {heard} ]; do sleep 0.05; done; "
         f"setsid sleep 100 & echo $! > {pid_file}; exit 0"
     )
     process = programs.start("run", "--ttl", "2s", "--", "bash", "-c", script)
     eventually(begun.exists)
-    os.kill(process.pid, signal.SIGINT)
+    process.terminate()
     assert process.wait(30) == 0
     assert "has left processes behind" in process.err
     assert is_there(int(pid_file.read_text()))
