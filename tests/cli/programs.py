@@ -261,11 +261,15 @@ def processes_in(folder: Path) -> list[int]:
 
 
 def is_there(pid: int) -> bool:
+    return state_of(pid) not in ("Z", None)
+
+
+def state_of(pid: int) -> str | None:
+    """The kernel's letter for it; None if it has gone."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state != "Z"
+        return None
 
 
 def children_of(pid: int) -> list[int]:

@@ -116,6 +116,20 @@ def test_status_as_json(programs: Programs) -> None:
     assert (endpoint["leases"], endpoint["queue"], endpoint["backend"]) == ([], [], "simulated")
 
 
+def test_an_endpoint_that_is_away_is_told_in_json_and_by_the_status(programs: Programs) -> None:
+    away = ["-e", "away=http://127.0.0.1:9"]
+    done = programs.call("status", "--json", *away)
+    assert done.returncode == 69
+    (told,) = json.loads(done.stdout)["endpoints"]
+    assert (told["endpoint"], "refused" in told["error"]) == ("away", True)
+    assert programs.call("release", "lease-1", *away).returncode == 69
+
+
+def test_top_as_json_is_a_line_each_time(programs: Programs) -> None:
+    lines = programs.call("top", "--json", "--count", "2", "--interval", "0.2s").stdout.splitlines()
+    assert [json.loads(line)["endpoints"][0]["gpu_count"] for line in lines] == [1, 1]
+
+
 def test_top_in_a_pipe_and_on_a_terminal(programs: Programs) -> None:
     done = programs.call("top", "--count", "2", "--interval", "0.2")
     assert done.returncode == 0

@@ -52,6 +52,19 @@ def test_completion_of_bash(programs: Programs, words: str, wanted: set[str]) ->
     assert {line.partition(",")[2] for line in done.stdout.splitlines()} == wanted
 
 
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("gpu-pool run -- python tr", {"file,tr"}),
+        ("gpu-pool run -n 2 -- ./tr", {"file,./tr"}),
+        ("gpu-pool run -- gpu-po", {"plain,gpu-pool"}),
+    ],
+)
+def test_completion_behind_the_dashes_is_that_of_a_command(programs: Programs, words: str, wanted: set[str]) -> None:
+    done = programs.call(COMP_WORDS=words, COMP_CWORD=str(len(words.split()) - 1), _GPU_POOL_COMPLETE="bash_complete")
+    assert wanted <= set(done.stdout.split())
+
+
 def test_completion_in_a_real_bash(programs: Programs) -> None:
     shell = programs.terminal(["bash", "--norc", "--noprofile", "-i"], PS1="prompt> ")
     shell.until("prompt> ")

@@ -100,6 +100,15 @@ def test_a_host_without_a_driver(programs: Programs) -> None:
     assert "this host has no GPU" in none.stderr
 
 
+@pytest.mark.parametrize("closed", ["0<&-", ">&-", "2>&-", "0<&- >&- 2>&-"])
+def test_closed_streams_are_the_commands_matter(programs: Programs, closed: str) -> None:
+    done = programs.run(["bash", "-c", f"gpu-pool run -- sh -c 'touch ran; exit 3' {closed}"])
+    assert done.returncode == 3
+    assert (programs.folder / "ran").exists()
+    assert done.stderr == ""
+    assert programs.run(["bash", "-c", f"gpu-pool status {closed}"]).returncode == 0
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -114,6 +123,11 @@ def test_a_host_without_a_driver(programs: Programs) -> None:
         ["-n", "0", "--", "true"],
         ["--nonsense", "--", "true"],
         ["--label", "a\x1b[31mb", "--", "true"],
+        ["--label", "\udcff", "--", "true"],
+        ["--only", "\x1b[31m0", "--", "true"],
+        ["--exclude", "0,\x1b[31m", "--", "true"],
+        ["--model", "A\x1b[31m", "--", "true"],
+        ["--model", "", "--", "true"],
         ["-e", "ftp://host", "--", "true"],
     ],
 )
@@ -236,6 +250,15 @@ def test_visible_devices_are_a_wish(programs: Programs) -> None:
     programs.environment["GPU_BACKEND"] = "simulated:3"
     done = programs.call("run", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="2")
     assert done.stdout == "2\n"
+    assert done.stderr == ""
+    some = programs.call("run", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="1,9")
+    assert some.stdout == "1\n"
+    assert some.stderr == "gpu-pool: CUDA_VISIBLE_DEVICES names what this host has not (9): it is skipped\n"
+    nothing = programs.call("run", "--", "true", CUDA_VISIBLE_DEVICES="NoDevFiles")
+    assert nothing.returncode == 0
+    assert nothing.stderr == (
+        "gpu-pool: CUDA_VISIBLE_DEVICES names what this host has not (NoDevFiles): every GPU may be given\n"
+    )
     hidden = programs.call("run", "--", "true", CUDA_VISIBLE_DEVICES="-1")
     assert hidden.returncode == 65
     assert "CUDA_VISIBLE_DEVICES='-1' hides every GPU: unset it" in hidden.stderr

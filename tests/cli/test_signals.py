@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.programs import GPU_POOL, LISTENER, Programs, Terminal, children_of, is_there, signals_in
+from tests.cli.programs import GPU_POOL, LISTENER, Programs, Terminal, children_of, is_there, signals_in, state_of
 from tests.waiting import eventually
 
 RUN = " ".join([*GPU_POOL, "run"])
@@ -86,6 +86,22 @@ def test_what_the_command_started_is_ended_with_it(programs: Programs, tmp_path:
     assert "left" not in process.err
 
 
+def test_a_signal_that_the_command_survived_does_not_end_what_it_leaves_behind(
+    programs: Programs, tmp_path: Path
+) -> None:
+    begun, heard, pid_file = tmp_path / "begun", tmp_path / "heard", tmp_path / "pid"
+    script = (
+        f"trap 'touch {heard}' TERM; touch {begun}; while [ ! -e {heard} ]; do sleep 0.05; done; "
+        f"setsid sleep 100 & echo $! > {pid_file}; exit 0"
+    )
+    process = programs.start("run", "--ttl", "2s", "--", "bash", "-c", script)
+    eventually(begun.exists)
+    process.terminate()
+    assert process.wait(30) == 0
+    assert "has left processes behind" in process.err
+    assert is_there(int(pid_file.read_text()))
+
+
 def test_signals_that_were_ignored_stay_so_and_no_others(programs: Programs) -> None:
     # Whatever this machine's own programs ignore before us: the command must see no difference.
     look = ["grep", "-E", "Sig(Ign|Blk)", "/proc/self/status"]
@@ -105,7 +121,7 @@ def test_whoever_is_ended_while_waiting_leaves_the_queue(programs: Programs, nam
     eventually(programs.waiting)
     waiting.send_signal(getattr(signal, name))
     assert waiting.wait(10) == 128 + getattr(signal, name)
-    assert programs.waiting() == []
+    eventually(lambda: programs.waiting() == [])
 
 
 def test_whoever_is_killed_while_waiting_leaves_the_queue(programs: Programs) -> None:
@@ -220,7 +236,7 @@ def test_ctrl_c_while_waiting(programs: Programs) -> None:
     terminal.until("next in line")
     terminal.type("\x03")
     assert terminal.wait() == -signal.SIGINT
-    assert programs.waiting() == []
+    eventually(lambda: programs.waiting() == [])
 
 
 def test_ctrl_z_keeps_the_lease_and_fg_goes_on(programs: Programs) -> None:
@@ -239,6 +255,33 @@ def test_ctrl_z_keeps_the_lease_and_fg_goes_on(programs: Programs) -> None:
     shell.type("echo status $?\n")
     shell.until("status 3")
     assert programs.leases() == []
+
+
+def test_a_command_that_wants_the_terminal_in_the_background_keeps_its_lease(programs: Programs) -> None:
+    shell = programs.terminal(["bash", "--norc", "--noprofile", "-i"], PS1="prompt> ")
+    shell.until("prompt> ")
+    shell.type(f"{RUN} -- sh -c 'echo $PPID > pid; read line; echo got $line' &\n")
+    eventually((programs.folder / "pid").exists)
+    front = int((programs.folder / "pid").read_text())
+    eventually(lambda: state_of(front) == "T")
+    keeper = children_of(front)[0]
+    assert state_of(keeper) != "T"
+    shell.type("fg\nhello\n")
+    shell.until("got hello")
+
+
+def test_a_command_that_suspends_itself_gives_the_terminal_back(programs: Programs) -> None:
+    shell = programs.terminal(["bash", "--norc", "--noprofile", "-i"], PS1="outer> ")
+    shell.until("outer> ")
+    shell.type(f"{RUN} -- env PS1='in''ner> ' bash --norc --noprofile -i\n")
+    shell.until("inner> ")
+    shell.type("suspend\n")
+    shell.until("Stopped")
+    shell.type("echo ou''ter\n")
+    shell.until("outer\r\n")
+    shell.type("fg\n")
+    shell.type("echo in''side $GPU_POOL_LEASE_ID\n")
+    shell.until("inside lease-1")
 
 
 def test_in_the_background_of_a_shell(programs: Programs) -> None:

@@ -41,6 +41,24 @@ def test_the_shell_has_it_until_it_ends(programs: Programs) -> None:
     assert programs.leases() == []
 
 
+def test_a_run_in_that_shell_uses_the_lease_of_the_shell(programs: Programs) -> None:
+    """The value alone names no lease; the shell that has it is known all the same."""
+    show = "sh -c 'echo $CUDA_VISIBLE_DEVICES $GPU_POOL_LEASE_ID'"
+    done = bash(
+        programs, f'export CUDA_VISIBLE_DEVICES=$({WAIT}); {RUN} --no-wait -- {show}; sh -c "{RUN} --no-wait -- true"'
+    )
+    assert done.stdout.split() == ["0", "lease-1"], done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_shell_waits_and_is_told_what_limits_it(programs: Programs) -> None:
+    programs.environment["GPU_BACKEND"] = "simulated:2"
+    programs.holding("--only", "0")
+    done = programs.call("run", "--no-wait", "--", "true", CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 75
+    assert "CUDA_VISIBLE_DEVICES=0 allows no other" in done.stderr
+
+
 @pytest.mark.parametrize(
     "substitution",
     [
@@ -131,7 +149,7 @@ def test_interrupted_while_waiting(programs: Programs) -> None:
     waiting.send_signal(signal.SIGTERM)
     assert waiting.wait(10) == 143
     assert waiting.out == ""
-    assert programs.waiting() == []
+    eventually(lambda: programs.waiting() == [])
 
 
 def test_a_value_that_nobody_got_keeps_no_gpu(programs: Programs) -> None:
@@ -147,20 +165,38 @@ def test_a_value_that_nobody_got_keeps_no_gpu(programs: Programs) -> None:
         still_there.wait()
 
 
+def test_where_nobody_could_get_the_value_nothing_is_asked_for(programs: Programs) -> None:
+    done = bash(programs, f"{WAIT} >&-; echo $? >&2; {RUN} --no-wait -- true; echo $? >&2")
+    assert done.stderr.split("\n")[-3:] == ["2", "0", ""]
+    assert "stdout is closed" in done.stderr
+
+
 def test_its_keeper_gives_back_when_told_to_end(programs: Programs) -> None:
     programs.call("wait", "--pid", os.getpid())
     assert [lease["state"] for lease in programs.leases()] == ["held"]
-    keepers = [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdecimal() and is_there(int(entry.name)) and _is_keeper(entry, str(os.getpid()))
-    ]
+    keepers = _keepers_for(os.getpid())
     assert len(keepers) == 1
     assert os.getsid(keepers[0]) == keepers[0]
     os.kill(keepers[0], signal.SIGTERM)
     eventually(lambda: not is_there(keepers[0]))
     # The lease of a keeper that was only gone would be in quarantine now.
     assert programs.leases() == []
+
+
+def test_its_keeper_ends_with_a_lease_that_was_released(programs: Programs) -> None:
+    programs.call("wait", "--ttl", "2s", "--pid", os.getpid())
+    (lease,) = programs.leases()
+    (keeper,) = _keepers_for(os.getpid())
+    assert programs.call("release", lease["lease_id"]).returncode == 0
+    eventually(lambda: not is_there(keeper))
+
+
+def _keepers_for(pid: int) -> list[int]:
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and is_there(int(entry.name)) and _is_keeper(entry, str(pid))
+    ]
 
 
 def _is_keeper(entry: Path, pid: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
@@ -17,6 +18,9 @@ _HOSTS = ("serve", "demo")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script; also `python -m gpu_worker_pool`. Ends the process."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing yet to tidy up, nor to tell
+    _open_missing_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Anything but this comes later: what it loads takes longer than all the rest.
     if words[:1] and words[0] in _KEPT and not {"-h", "--help"} & set(words):
@@ -26,6 +30,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[:1] and words[0] in _HOSTS:
         sys.exit(status)
     _exit(status)
+
+
+def _open_missing_streams() -> None:
+    """Whoever was started with a closed stdin, stdout or stderr must not find its own files there.
+
+    A command that is run finds them closed again, as if it had been started alone.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is not open, which is this one
+    # `sys.__stdout__` still tells that there was none.
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # for the whole life of the process
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _run_with_keeper(words: Sequence[str]) -> int:
@@ -52,4 +73,6 @@ def _exit(status: int) -> NoReturn:
 def _run(words: Sequence[str]) -> int:
     from gpu_worker_pool.cli.program import run_program
 
+    if words[:1] and words[0] not in _KEPT and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return run_program(words)

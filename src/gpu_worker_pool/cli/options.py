@@ -15,8 +15,8 @@ from gpu_worker_pool.cli.running.asked import Patience
 #: What click calls; with which arguments is for its options to say.
 Command = Callable[..., Any]
 
-#: As the lease API has it: others read it, on terminals too.
-_LABEL: Final = re.compile(r"[^\x00-\x1f\x7f-\x9f]{0,200}")
+#: As the lease API has it: others read it, on terminals too. Bytes that are no UTF-8 come as surrogates.
+_TEXT: Final = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{0,200}")
 
 
 def _applied(command: Command, options: list[Callable[[Command], Command]]) -> Command:
@@ -89,6 +89,9 @@ def wish_options(command: Command) -> Command:
         for name in ("only", "exclude"):
             wished[name] = [each for names in wished[name] for each in names] or None
         wished["policy"] = "idle" if wished["policy"] else "thresholds"
+        model = wished["gpu_model"]
+        if model is not None and not (model.strip() and _TEXT.fullmatch(model)):
+            raise click.UsageError("--model must be part of a GPU's name, such as A100.")
         if wished["share"] and wished["memory_mb"] is None:
             raise click.UsageError("--share needs --memory: say how much of the GPU is yours, such as --memory 8GiB.")
         return command(wished=wished, **given)
@@ -104,7 +107,7 @@ def lease_options(command: Command) -> Command:
         timeout, no_wait, label = given.pop("timeout"), given.pop("no_wait"), given["label"]
         if no_wait and timeout is not None:
             raise click.UsageError("--no-wait and --timeout contradict each other: give one of them.")
-        if label is not None and not _LABEL.fullmatch(label):
+        if label is not None and not _TEXT.fullmatch(label):
             raise click.UsageError("--label must be at most 200 characters, all of them printable.")
         return command(patience=Patience(timeout, no_wait), **given)
 

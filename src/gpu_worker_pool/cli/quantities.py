@@ -75,7 +75,8 @@ class GPUNames(_Names):
         if isinstance(value, tuple):
             return value
         names = tuple(name for name in re.split(r"[,\s]+", value) if name)
-        if not names or any(len(name) > 80 for name in names):
+        # Others read them, on terminals too.
+        if not names or any(len(name) > 80 or not (name.isascii() and name.isprintable()) for name in names):
             self.fail(f"{value!r} names no GPU; write numbers or UUIDs like 0,2 or GPU-6ec5c1a2.", param, ctx)
         return names
 

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 #: Columns of which nobody knows how long they are.
 _MAY_WRAP: Final = frozenset({"name", "holder", "who", "why", "why not", "label", "state", "request", "check", "what"})
+#: What a narrow terminal does without, the first one first; the rest folds.
+_DISPENSABLE: Final = ("used", "promised", "since", "label", "load")
+#: A column that may wrap is of use if it has so much, with the gap to the next one.
+_NARROWEST: Final = 10
+_GAP: Final = 2
 
 
 def is_pretty() -> bool:
@@ -51,6 +56,7 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: 
     from rich.table import Table
     from rich.text import Text
 
+    columns, rows = columns_that_fit(columns, rows, make_console().width)
     table = Table(
         box=box.SIMPLE_HEAD,
         title=Text(printable(title)) if title else None,
@@ -66,6 +72,23 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: 
         # As text: what others call their programs is not markup.
         table.add_row(*(Text(printable(cell), style=style_of(cell)) for cell in row))
     return table
+
+
+def columns_that_fit(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
+) -> tuple[list[str], list[list[str]]]:
+    """Without those that a terminal of this width has no room for."""
+    cells = {column: [row[number] for row in rows] for number, column in enumerate(columns)}
+
+    def needed() -> int:
+        widths = {name: max(map(len, (name, *below))) for name, below in cells.items()}
+        return sum(_GAP + (min(each, _NARROWEST) if name in _MAY_WRAP else each) for name, each in widths.items())
+
+    for name in _DISPENSABLE:
+        if needed() <= width:
+            break
+        cells.pop(name, None)
+    return list(cells), [list(row) for row in zip(*cells.values(), strict=True)]
 
 
 def make_console() -> Console:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.hardware.leasable import within_visible
+from gpu_worker_pool.hardware.leasable import readings_of, within_visible
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
 
 if TYPE_CHECKING:
@@ -14,9 +15,27 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.wishes import Wishes
     from gpu_worker_pool.hardware.samples import GPUSample
 
+logger = logging.getLogger(__name__)
+
 
 def within_visible_devices(wishes: Wishes, gpus: Sequence[GPUSample]) -> Wishes:
-    """Raises `ImpossibleRequestError` where none is visible."""
+    """Raises `ImpossibleRequestError` where none is visible. What is named and not there is told, and skipped."""
+    visible_devices = _filter()
+    visible = visible_devices.apply(gpus)
+    if visible.missing:
+        instead = "it is skipped" if visible.is_filtering else "every GPU may be given"
+        logger.error(
+            "CUDA_VISIBLE_DEVICES names what this host has not (%s): %s", ", ".join(visible.missing[:5]), instead
+        )
+    return within_visible(wishes, gpus, visible_devices)
+
+
+def visible_names(gpus: Sequence[GPUSample]) -> tuple[str, ...] | None:
+    """The ids of the GPUs it allows; None where it does not limit anything."""
+    visible = _filter().apply(gpus)
+    return tuple(reading.gpu_id for reading in readings_of(visible.gpus)) if visible.is_filtering else None
+
+
+def _filter() -> VisibilityFilter:
     # Inside a lease that variable says what was leased.
-    value = None if os.environ.get("GPU_POOL_LEASE_ID") else os.environ.get("CUDA_VISIBLE_DEVICES")
-    return within_visible(wishes, gpus, VisibilityFilter(value))
+    return VisibilityFilter(None if os.environ.get("GPU_POOL_LEASE_ID") else os.environ.get("CUDA_VISIBLE_DEVICES"))

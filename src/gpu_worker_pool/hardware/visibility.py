@@ -25,6 +25,8 @@ class Visibility:
     #: False where nothing is hidden: no filter is set, or nothing it names was found.
     is_filtering: bool
     total_gpus: int
+    #: What was named and is not there, in words that may be shown.
+    missing: tuple[str, ...] = ()
 
 
 class VisibilityFilter:
@@ -46,11 +48,11 @@ class VisibilityFilter:
             return Visibility((), is_filtering=True, total_gpus=len(gpus))
         #: By index: the MIG devices that were named, or None where the whole GPU was.
         shown: dict[int, set[str] | None] = {}
-        warnings = []
+        missing: list[str] = []
         for token in self._tokens:
             found = _find(token, gpus)
             if found is None:
-                warnings.append(f"GPU {_printable(token)} in CUDA_VISIBLE_DEVICES not found on system")
+                missing.append(_printable(token))
                 continue
             index, mig_uuid = found
             if mig_uuid is None:
@@ -58,13 +60,14 @@ class VisibilityFilter:
             elif (named := shown.setdefault(index, set())) is not None:
                 named.add(mig_uuid)
         self._has_found = self._has_found or bool(shown)
+        warnings = [f"GPU {name} in CUDA_VISIBLE_DEVICES not found on system" for name in missing]
         if gpus and not self._has_found:
             warnings.append(f"nothing in CUDA_VISIBLE_DEVICES={self.value!r} was found: showing all GPUs")
             self._say(gpus, gpus, warnings)
-            return Visibility(tuple(gpus), is_filtering=False, total_gpus=len(gpus))
+            return Visibility(tuple(gpus), is_filtering=False, total_gpus=len(gpus), missing=tuple(missing))
         visible = tuple(_with_devices(gpu, shown[gpu.index]) for gpu in gpus if gpu.index in shown)
         self._say(gpus, visible, warnings)
-        return Visibility(visible, is_filtering=True, total_gpus=len(gpus))
+        return Visibility(visible, is_filtering=True, total_gpus=len(gpus), missing=tuple(missing))
 
     def _say(self, gpus: Sequence[GPUSample], visible: Sequence[GPUSample], warnings: list[str]) -> None:
         reasoning = (

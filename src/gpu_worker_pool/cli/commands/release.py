@@ -38,4 +38,4 @@ def release(*, identifiers: tuple[str, ...], as_json: bool, endpoints: tuple[str
     else:
         for outcome in outcomes:
             click.echo(printable(str(outcome)), err=not outcome.is_done)
-    return 0 if all(outcome.is_done for outcome in outcomes) else 1
+    return next((int(outcome.status) for outcome in outcomes if not outcome.is_done), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +16,22 @@ from gpu_worker_pool.cli.running.front import InterruptedBySignal, end_like
 from gpu_worker_pool.cli.running.progress import Progress
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from gpu_worker_pool.cli.running.asked import Patience
+
+
+def _complete_command(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """As the shell would: a program first, then files."""
+    from click.shell_completion import CompletionItem
+
+    if context.params.get("command") or "/" in incomplete:
+        return [CompletionItem(incomplete, type="file")]
+    found = set()
+    for folder in os.get_exec_path():
+        with suppress(OSError), os.scandir(folder) as entries:
+            found |= {each.name for each in entries if each.name.startswith(incomplete) and os.access(each, os.X_OK)}
+    return [CompletionItem(name) for name in sorted(found)]
 
 
 @click.command(
@@ -50,7 +66,14 @@ Exit status: the command's own, 128+N if signal N killed it, 126 or 127 if it ca
 @click.option("--explain", "with_reasons", is_flag=True, help="While waiting, say GPU by GPU why.")
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing while waiting.")
 @endpoint_option
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND [ARGUMENT]...")
+@click.argument(
+    "command",
+    nargs=-1,
+    required=True,
+    type=click.UNPROCESSED,
+    metavar="-- COMMAND [ARGUMENT]...",
+    shell_complete=_complete_command,
+)
 def run(
     *,
     wished: dict[str, Any],

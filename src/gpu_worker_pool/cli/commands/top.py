@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gpu_worker_pool.cli.options import endpoint_option
+from gpu_worker_pool.cli.options import endpoint_option, json_option
 from gpu_worker_pool.cli.quantities import Duration
 
 
@@ -20,12 +20,13 @@ Examples:
 )
 @click.option("--interval", type=Duration(0.2, 3600.0), default="1", show_default="1s", help="How often to look.")
 @click.option("-n", "--count", type=click.IntRange(1), metavar="N", help="Look so many times.  [default: until Ctrl-C]")
+@json_option
 @endpoint_option
-def top(*, interval: float, count: int | None, endpoints: tuple[str, ...]) -> None:
+def top(*, interval: float, count: int | None, as_json: bool, endpoints: tuple[str, ...]) -> None:
     """Show the GPUs, who holds them and who waits, and keep it up to date until Ctrl-C.
 
-    Where no terminal reads along, it prints plain text once an interval.
+    Where no terminal reads along, it prints plain text once an interval; with --json, one line of JSON.
     """
     from gpu_worker_pool.cli.showing.live_view import show_live
 
-    show_live(endpoints, interval, count)
+    show_live(endpoints, interval, count, as_json=as_json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     epilog="""\
 \b
 Examples:
-  CUDA_VISIBLE_DEVICES=$(gpu-pool wait) || exit     stops the script if there is none
+  eval "$(gpu-pool wait --export || echo exit)"     ends the script if there is none
+  CUDA_VISIBLE_DEVICES=$(gpu-pool wait) || exit     the bare value, for your own variables
   export CUDA_VISIBLE_DEVICES
-  eval "$(gpu-pool wait --export -n 2)"             the order and the lease's id, too
   gpu-pool wait --pid 4242                          for a process that is there already
 
 \b
@@ -62,6 +63,10 @@ def wait(
     Nobody else who asks gets the GPU until the calling shell, or the process --pid, has ended: a process in the
     background keeps it.
     """
+    if sys.__stdout__ is None:
+        raise click.UsageError("stdout is closed: nobody would know which GPU it is.")
+    if as_json and export:
+        raise click.UsageError("--json and --export contradict each other: give one of them.")
     if pid is not None and process_stat(pid) is None:
         raise click.UsageError(f"--pid {pid}: there is no such process.")
     for_pid = calling_shell() if pid is None else pid

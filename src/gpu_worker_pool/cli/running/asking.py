@@ -41,20 +41,28 @@ HEDGE_SECONDS: Final = 1.0
 #: So long whoever does not want to wait waits for what is said to that.
 FIRST_ANSWER_SECONDS: Final = 5.0
 #: So long, when the time is over, those are heard who have not said anything yet.
-LAST_WORD_SECONDS: Final = 1.5
+LAST_WORD_SECONDS: Final = 1.0
 LONGEST_PAUSE_SECONDS: Final = 5.0
 CANCEL_TRIES: Final = 3
+#: So long places are given up; nobody waits longer for a service that is silent.
+GIVE_UP_SECONDS: Final = 1.0
 
 
 class _Place:
     def __init__(self, service: Service, ask: LeaseAsk) -> None:
         self.service = service
         self.ask = ask
+        self.was_asked = False
         self.answered = asyncio.Event()
         self.is_waiting = False
         self.trouble: GPUWorkerPoolError | None = None
         self.error: GPUWorkerPoolError | None = None
         self.task: asyncio.Task[HeldLease] | None = None
+
+    @property
+    def has_won(self) -> bool:
+        task = self.task
+        return task is not None and task.done() and not task.cancelled() and task.exception() is None
 
 
 class Asking:
@@ -70,16 +78,20 @@ class Asking:
         self._tell_waiting = tell_waiting
         self._tell_trouble = tell_trouble
         self._is_no_wait = False
+        self._giving_up: asyncio.Task[None] | None = None
 
     async def lease(self, timeout_seconds: float | None, *, is_no_wait: bool) -> tuple[Service, HeldLease]:
-        """Raises a `WorkerTimeoutError`, which is a `ServiceUnavailableError` too if nobody could be asked."""
+        """Raises a `WorkerTimeoutError`, which is a `ServiceUnavailableError` too if nobody could be asked.
+
+        What is granted is there at once, and must be kept from then on: `until_given_up` ends what is left of this.
+        """
         self._is_no_wait = is_no_wait
         won: _Place | None = None
         starting = asyncio.create_task(self._begin_in_turn())
         winning = asyncio.create_task(self._first_to_win(starting))
         try:
             await asyncio.wait([winning], timeout=FIRST_ANSWER_SECONDS if is_no_wait else timeout_seconds)
-            if not winning.done():
+            if not winning.done() and not is_no_wait:
                 await self._hear_everybody(winning)
             if not winning.done():
                 raise self._out_of_time()
@@ -87,9 +99,16 @@ class Asking:
         finally:
             for task in (starting, winning):
                 task.cancel()
-            await self._give_up_all_but(won)
+            self._giving_up = asyncio.create_task(self._give_up_all_but(won))
+            if won is None:
+                await self.until_given_up()
         assert won.task is not None  # it has won
         return won.service, won.task.result()
+
+    async def until_given_up(self) -> None:
+        """Until the places that are not needed any more are given up; that never takes long."""
+        if self._giving_up is not None:
+            await self._giving_up
 
     async def _hear_everybody(self, winning: asyncio.Task[_Place]) -> None:
         """The time is over; but whoever has not said anything yet may be about to, and what it says is the reason."""
@@ -108,8 +127,8 @@ class Asking:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEDGE_SECONDS):
                     await place.answered.wait()
-            if place.task.done() and not place.task.cancelled() and place.task.exception() is None:
-                return  # whoever has a grant asks nobody else
+            if any(each.has_won for each in self._places):
+                return
 
     async def _first_to_win(self, starting: asyncio.Task[None]) -> _Place:
         while True:
@@ -128,6 +147,7 @@ class Asking:
                 raise self._all_failed()
 
     async def _until_granted(self, place: _Place) -> HeldLease:
+        place.was_asked = True
         attempt, wait_seconds = 0, FIRST_SECONDS / len(self._places)
         try:
             while True:
@@ -191,7 +211,10 @@ class Asking:
     # --- places that are not needed any more ---
 
     async def _give_up_all_but(self, won: _Place | None) -> None:
-        await asyncio.gather(*(self._give_up(place) for place in self._places if place is not won))
+        """What could not be given up by then is only offered to us, and runs out by itself."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GIVE_UP_SECONDS):
+                await asyncio.gather(*(self._give_up(place) for place in self._places if place is not won))
 
     async def _give_up(self, place: _Place) -> None:
         task = place.task
@@ -199,6 +222,8 @@ class Asking:
             return
         task.cancel()
         await asyncio.wait([task])
+        if not place.was_asked:
+            return
         if task.cancelled() or task.exception() is not None:
             if place.error is None or isinstance(place.error, WorkerTimeoutError):
                 await _try_often(lambda: place.service.cancel(place.ask))
@@ -208,7 +233,6 @@ class Asking:
 
 
 async def _try_often(give_back: Callable[[], Awaitable[None]]) -> None:
-    """What is not given back is only offered to us, and runs out by itself."""
     for attempt in range(CANCEL_TRIES):
         try:
             await give_back()

@@ -73,6 +73,8 @@ class CommandOnGPU(Front):
         #: The last that told the command to end.
         self._ending: int | None = None
         self._kill_at: float | None = None
+        #: The command was told to end, since its GPU may be somebody else's.
+        self._is_lost = False
 
     def run(self) -> int:
         granted = self.until_granted()
@@ -211,7 +213,7 @@ class CommandOnGPU(Front):
             return
         if self._terminates_when_lost and self._kill_at is None:
             self.progress.say(f"the lease is lost: {text}; ending the command")
-            self._ending = signal.SIGTERM
+            self._ending, self._is_lost = signal.SIGTERM, True
             self._kill_at = time.monotonic() + TERMINATE_SECONDS
             self._send(signal.SIGTERM)
         else:
@@ -221,11 +223,31 @@ class CommandOnGPU(Front):
         if pid == self._child:
             self._wait_status = wait_status
 
+    def on_child_stopped(self, pid: int) -> None:
+        """As `suspend` does in a shell: whoever started us must get its terminal back, and `fg` lets both go on."""
+        if pid != self._child:
+            return
+        try:
+            terminal = os.open("/dev/tty", os.O_RDWR)
+        except OSError:  # nobody is there who could let us go on
+            return
+        with os.fdopen(terminal), suppress(OSError):
+            # A shell that is the command has a group of its own.
+            theirs = os.getpgid(pid)
+            if os.tcgetpgrp(terminal) not in (theirs, os.getpgrp()):
+                return
+            self._pending = [pending for pending in self._pending if pending.info.number != signal.SIGTSTP]
+            self.progress.pause()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            if os.tcgetpgrp(terminal) == os.getpgrp():
+                os.tcsetpgrp(terminal, theirs)
+
     # --- the end ---
 
     def _finish(self, code: int) -> int:
         left = self._left_behind()
-        if left and self._ending is not None:
+        # One that it survived has nothing to do with its end.
+        if left and self._ending is not None and (code < 0 or code == KILLED + self._ending or self._is_lost):
             left = self._end_orphans(self._ending)
         if left:
             shown = ", ".join(map(str, left[:5])) + ("…" if len(left) > 5 else "")

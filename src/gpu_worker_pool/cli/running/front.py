@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 #: These end whoever waits.
 ENDING: Final = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM})
-#: So long the keeper may take to give up a place, or to give back a GPU; a server that is away is not waited for.
+#: So long the keeper may take to give back a GPU; a server that is away is not waited for.
 FAREWELL_SECONDS: Final = 6.0
+#: Whoever ends the waiting wants to be gone: the keeper gives up the place alone, if it takes longer.
+PLACE_FAREWELL_SECONDS: Final = 0.5
 LAST_MOMENT_SECONDS: Final = 0.3
 TICK_SECONDS: Final = 1.0
 
@@ -72,7 +74,8 @@ class Front:
                 self._is_keeper_heard = False
                 self.on_keeper_gone()
         if self._signals.fileno() in ready:
-            for info in self._signals.read():
+            # Children last: what was stopped together with us may have gone on together with us.
+            for info in sorted(self._signals.read(), key=lambda info: info.number == signal.SIGCHLD):
                 if info.number == signal.SIGCHLD:
                     self._reap()
                 else:
@@ -95,7 +98,7 @@ class Front:
         if info.number in ENDING:
             self.progress.pause()
             self.keeper.send("stop")
-            self.until_keeper_is_gone()
+            self.until_keeper_is_gone(PLACE_FAREWELL_SECONDS)
             raise InterruptedBySignal(info)
         if info.number == signal.SIGTSTP:
             self.stop_myself()
@@ -144,18 +147,23 @@ class Front:
     def _reap(self) -> None:
         while True:
             try:
-                pid, wait_status = os.waitpid(-1, os.WNOHANG)
+                pid, wait_status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
-            if pid == self.keeper.pid:
+            if os.WIFSTOPPED(wait_status):
+                self.on_child_stopped(pid)
+            elif pid == self.keeper.pid:
                 self.keeper.reaped(wait_status)
             else:
                 self.on_child_ended(pid, wait_status)
 
     def on_child_ended(self, pid: int, wait_status: int) -> None:
         """A child but the keeper: the command, or an orphan of its."""
+
+    def on_child_stopped(self, pid: int) -> None:
+        """Any child."""
 
 
 def end_like(info: SignalInfo) -> int:

@@ -12,7 +12,7 @@ import random
 import select
 import signal
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.cli.endpoints import is_endpoint_named
 from gpu_worker_pool.cli.logs import configure_logs
@@ -68,6 +68,7 @@ class _Keeper:
         self._command_pid: int | None = None
         self._summary = ""
         self._services: list[Service] = []
+        self._asking: Asking | None = None
         #: Nobody wants the GPU any more: it was said so, or whoever could has gone.
         self._is_over = asyncio.Event()
         #: `gpu-pool` itself has gone, without saying anything.
@@ -95,6 +96,8 @@ class _Keeper:
             if found is not None:
                 await self._hold(*found)
         finally:
+            if self._asking is not None:
+                await self._asking.until_given_up()
             for service in self._services:
                 service.forget()
 
@@ -127,10 +130,9 @@ class _Keeper:
         patience = self._asked.patience
         asks = asks_for(self._asked)
         self._services = [service for service, _ in asks]
+        self._asking = Asking(asks, self._tell_waiting, self._tell_trouble)
         asking = asyncio.create_task(
-            Asking(asks, self._tell_waiting, self._tell_trouble).lease(
-                patience.timeout_seconds, is_no_wait=patience.is_no_wait
-            )
+            self._asking.lease(patience.timeout_seconds, is_no_wait=patience.is_no_wait),
         )
         ends = [asyncio.create_task(event.wait()) for event in (self._is_over, self._is_alone)]
         await asyncio.wait([asking, *ends], return_when=asyncio.FIRST_COMPLETED)
@@ -181,7 +183,10 @@ class _Keeper:
         resting = asyncio.create_task(_rest_soon(service))
         holding = Holding(service, lease, self._tell, self._tell_lost)
         keeping = None if lease.is_inherited else asyncio.create_task(holding.keep())
-        is_clean = await (self._until_command_ended(lease) if self._asked.for_pid is None else self._until_pid_ended())
+        if self._asked.for_pid is None:
+            is_clean = await self._until_command_ended(lease)
+        else:
+            is_clean = await self._until_pid_ended(keeping)
         resting.cancel()
         if keeping is not None:
             keeping.cancel()
@@ -210,14 +215,19 @@ class _Keeper:
             await until_gone(self._command_pid)
         return not processes_of_lease(lease.lease_id)
 
-    async def _until_pid_ended(self) -> bool:
-        """Of a `wait`: for as long as its shell lives, once that knows of the GPU."""
+    async def _until_pid_ended(self, keeping: asyncio.Task[None] | None) -> bool:
+        """Of a `wait`: for as long as its shell lives, once that knows of the GPU, and there is a lease to keep."""
         await self._is_alone.wait()
         if not self._is_taken:
             return True
         _leave_the_terminal()
         assert self._asked.for_pid is not None
-        ends = [asyncio.create_task(until_gone(self._asked.for_pid)), asyncio.create_task(self._is_over.wait())]
+        ends: list[asyncio.Task[Any]] = [
+            asyncio.create_task(until_gone(self._asked.for_pid)),
+            asyncio.create_task(self._is_over.wait()),
+        ]
+        if keeping is not None:
+            ends.append(keeping)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return True
 

@@ -94,6 +94,8 @@ class KeeperProcess:
 def _run_and_exit(theirs: Channel, words: Sequence[str]) -> None:
     status = 1
     try:
+        # In the background, a command that wants the terminal stops the whole group; but the lease must be renewed.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTIN, signal.SIGTTOU])
         # Not stderr: what goes wrong must be told. But nobody may wait for an end of file that does not come.
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, 0)

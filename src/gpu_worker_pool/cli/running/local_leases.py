@@ -7,7 +7,8 @@ import os
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
-from gpu_worker_pool.cli.visible import within_visible_devices
+from gpu_worker_pool.cli.running.proc import ancestors_of
+from gpu_worker_pool.cli.visible import visible_names, within_visible_devices
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.events import Request
@@ -23,7 +24,7 @@ from gpu_worker_pool.leases.values import HeldLease, LeasedGPU, StillWaiting
 from gpu_worker_pool.ledger.host import open_host_ledger
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
 
     from gpu_worker_pool.hardware.samples import GPUSample, Sample
     from gpu_worker_pool.leases.values import LeaseAsk
@@ -68,6 +69,8 @@ class LocalLeaseService:
         host = await self._host()
         gpus = await self._gpus(host)
         await self._until_the_dead_are_noticed(host)
+        if not self._inherited_lease_id:
+            self._inherited_lease_id = _lease_of_our_shell(await host.desk.held(), gpus)
         if self._inherited_lease_id and (inherited := await self._inherited(host, ask)) is not None:
             return inherited
         sent_at = boot_time()
@@ -76,7 +79,7 @@ class LocalLeaseService:
         found = await host.desk.acquire(self._request, wait_seconds=wait_seconds, may_keep=may_keep)
         if isinstance(found, Lease):
             return _held(found, _gpus_of(found), ask, sent_at)
-        return StillWaiting(found.position, found.reasons)
+        return StillWaiting(found.position, _with_limit(found.reasons, ask, self._request))
 
     async def rest(self) -> None:
         """A hundred programs that hold a GPU for days need not look at it, nor at the ledger, all the time."""
@@ -199,3 +202,24 @@ def _held(
 
 def _gpus_of(lease: Lease) -> tuple[LeasedGPU, ...]:
     return tuple(LeasedGPU(held.index, held.uuid, held.name) for held in lease.held)
+
+
+def _lease_of_our_shell(held: Iterable[Lease], gpus: tuple[GPUSample, ...]) -> str | None:
+    """`CUDA_VISIBLE_DEVICES=$(gpu-pool wait)` tells which GPUs a shell has, and not by which lease."""
+    visible = visible_names(gpus)
+    if visible is None:
+        return None
+    ancestors = tuple(f":{pid}" for pid in ancestors_of(os.getpid()))
+    for lease in held:
+        is_ours = lease.is_live and lease.request.account == local_user()
+        if is_ours and lease.request.worker_id.endswith(ancestors) and set(lease.gpu_ids) == set(visible):
+            return lease.lease_id
+    return None
+
+
+def _with_limit(reasons: tuple[str, ...], ask: LeaseAsk, request: Request) -> tuple[str, ...]:
+    """Where a limit comes from the environment, whoever typed none is told so."""
+    if not reasons or request.wishes == ask.wishes:
+        return reasons
+    limit = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')} allows no other"
+    return (f"{reasons[0]}; {limit}", *reasons[1:])

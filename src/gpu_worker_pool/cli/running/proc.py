@@ -21,6 +21,15 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def ancestors_of(pid: int) -> list[int]:
+    """Its parent, the parent of that, and so on; not the first process of the host, whose child everybody is."""
+    found: list[int] = []
+    while (stat := process_stat(pid)) is not None and stat.parent > 1:
+        pid = stat.parent
+        found.append(pid)
+    return found
+
+
 def has_children(pid: int, besides: int) -> bool:
     """Whether a process of ours has a child but the one named; cheap, where the kernel tells."""
     try:

@@ -9,10 +9,13 @@ import os
 import shutil
 import sys
 import time
-from typing import Any
+from typing import Any, Final
 
 from gpu_worker_pool.cli.printable import printable
 from gpu_worker_pool.cli.quantities import spoken_seconds
+
+#: A terminal that has fewer has room for what matters only.
+NARROW_COLUMNS: Final = 60
 
 
 class Progress:
@@ -60,7 +63,10 @@ class Progress:
         if not (self._is_live and self._said):
             return
         columns = shutil.get_terminal_size().columns
-        line = printable(f"gpu-pool: waiting {spoken_seconds(self.waited_seconds)}: {self._said}")
+        waited = spoken_seconds(self.waited_seconds)
+        line = printable(f"gpu-pool: waiting {waited}: {self._said}")
+        if len(line) >= columns and columns < NARROW_COLUMNS:
+            line = printable(f"{waited}: {self._said}")
         if len(line) >= columns:
             line = f"{line[: max(columns - 2, 0)]}…"
         _write(f"\r{line}\x1b[K")

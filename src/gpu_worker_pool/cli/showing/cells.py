@@ -81,11 +81,17 @@ def gpu_rows(row: Row, leases: Iterable[Row]) -> list[list[str]]:
             holder(lease) + (f" ({lease['label']})" if lease["label"] else ""),
             spoken_seconds(lease["held_seconds"]),
             promised(lease),
-            spoken_mb(lease["memory_used_mb"]),
+            used_in_all(lease),
         ]
         for lease in on_it
     ] or [[_outsiders(row), "", "", ""]]
     return [(["", "", "", ""] if number else gpu) + cells for number, cells in enumerate(holders)]
+
+
+def used_in_all(row: Row) -> str:
+    """A lease of several GPUs tells only the sum, which may be more than one of them has."""
+    used = spoken_mb(row["memory_used_mb"])
+    return used if len(row["gpus"]) == 1 else f"{used} of {len(row['gpus'])} GPUs"
 
 
 def memory_cell(row: Row) -> str:

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpu_worker_pool.cli.showing.looking import open_hosts, opened
+from gpu_worker_pool.cli.statuses import Status, status_of
 from gpu_worker_pool.errors import GPUWorkerPoolError
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ class Released(NamedTuple):
     kind: str | None = None
     #: Why not.
     error: str | None = None
+    #: What that means to a script.
+    status: Status = Status.FAILED
 
     @property
     def is_done(self) -> bool:
@@ -51,7 +54,7 @@ def release_all(endpoints: Sequence[str], identifiers: Sequence[str]) -> list[Re
 
 
 async def _release(hosts: Sequence[Host | Unopened], identifier: str) -> Released:
-    errors = []
+    errors, status = [], Status.FAILED
     for host in hosts:
         endpoint_id = host.endpoint.endpoint_id
         try:
@@ -61,5 +64,6 @@ async def _release(hosts: Sequence[Host | Unopened], identifier: str) -> Release
                 return Released(identifier, endpoint_id, "request")
         except GPUWorkerPoolError as error:
             errors.append(f"{endpoint_id}: {error}" if len(hosts) > 1 else str(error))
+            status = status_of(error)
     nowhere = f"there is no lease and no request {identifier!r}; gpu-pool leases and gpu-pool queue list what there is"
-    return Released(identifier, error="; ".join(errors) or nowhere)
+    return Released(identifier, error="; ".join(errors) or nowhere, status=status)

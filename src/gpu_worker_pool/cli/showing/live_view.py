@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from datetime import datetime
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
     from gpu_worker_pool.cli.showing.looking import Host, Seen, Unopened
 
 
-def show_live(endpoints: Sequence[str], interval_seconds: float, count: int | None) -> None:
+def show_live(endpoints: Sequence[str], interval_seconds: float, count: int | None, *, as_json: bool = False) -> None:
     try:
-        asyncio.run(_show(endpoints, interval_seconds, count))
+        asyncio.run(_show(endpoints, interval_seconds, count, as_json=as_json))
     except KeyboardInterrupt:
         return  # that is how one leaves it
 
 
-async def _show(endpoints: Sequence[str], interval_seconds: float, count: int | None) -> None:
+async def _show(endpoints: Sequence[str], interval_seconds: float, count: int | None, *, as_json: bool) -> None:
     async with open_hosts(endpoints) as hosts:
-        if not is_pretty():
-            await _repeat(hosts, interval_seconds, count, _print_plain)
+        if as_json or not is_pretty():
+            await _repeat(hosts, interval_seconds, count, _print_json if as_json else _print_plain)
             return
         from rich.live import Live
 
@@ -68,6 +69,12 @@ def rendered(parts: Sequence[hosts_view.Part]) -> RenderableType:
         else:
             shown.append(Text(printable(" ".join(text for text in (part.title, part.nothing) if text))))
     return Group(*shown)
+
+
+def _print_json(seen: list[Seen]) -> None:
+    """A line each time, so that whoever reads along knows where one ends."""
+    sys.stdout.write(json.dumps(hosts_view.as_json(seen), allow_nan=False) + "\n")
+    sys.stdout.flush()
 
 
 def _print_plain(seen: list[Seen]) -> None:

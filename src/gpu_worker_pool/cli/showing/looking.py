@@ -126,15 +126,20 @@ def check_any(seen: Sequence[Seen]) -> None:
 
 
 def look(given: Sequence[str], ask: Callable[[Host], Awaitable[T]]) -> list[Seen]:
-    """Open, ask all, close; for commands that look once, and see something."""
+    """`look_at_any`, for commands that must see something."""
+    seen = look_at_any(given, ask)
+    check_any(seen)
+    return seen
+
+
+def look_at_any(given: Sequence[str], ask: Callable[[Host], Awaitable[T]]) -> list[Seen]:
+    """Open, ask all, close."""
 
     async def look_once() -> list[Seen]:
         async with open_hosts(given) as hosts:
             return await ask_all(hosts, ask)
 
-    seen = asyncio.run(look_once())
-    check_any(seen)
-    return seen
+    return asyncio.run(look_once())
 
 
 def merged(seen: Sequence[Seen], name: str) -> Body:

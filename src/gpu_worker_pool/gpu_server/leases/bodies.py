@@ -55,7 +55,7 @@ def _facts(lease: Lease, now: float) -> dict[str, Any]:
         "gpus": [{"gpu_id": held.index, "uuid": held.uuid, "name": held.name} for held in lease.held],
         "granted_at": _moment(lease.granted_at, now),
         "expires_at": None if expires_at is None else _moment(expires_at, now),
-        "expires_in_seconds": None if expires_at is None else round(expires_at - now, 3),
+        "expires_in_seconds": None if expires_at is None else round(max(expires_at - now, 0.0), 3),
         "ttl_seconds": request.ttl_seconds,
         "state": lease.state.value,
         "label": request.label,
