@@ -61,6 +61,13 @@ def outcome(make: Callable[[], Lease]) -> tuple[Service, HeldLease]:
     return asyncio.run(make())
 
 
+async def in_the_end(ask: Asking) -> tuple[Service, HeldLease]:
+    """What is granted, once every other place is given up."""
+    won = await ask.lease(None, is_no_wait=False)
+    await ask.until_given_up()
+    return won
+
+
 async def until(is_so: Callable[[], object]) -> None:
     while not is_so():  # whoever is waited for tells nobody
         await asyncio.sleep(0.001)
@@ -76,7 +83,7 @@ def test_the_first_that_has_something_is_asked_alone() -> None:
 def test_one_that_is_silent_does_not_keep_the_next_from_being_asked() -> None:
     silent, second = Fake("silent", delay_seconds=0.0), Fake("second")
     silent.on_the_way_seconds = iter([math.inf])
-    service, _ = outcome(lambda: asking(silent, second)[0].lease(None, is_no_wait=False))
+    service, _ = outcome(lambda: in_the_end(asking(silent, second)[0]))
     assert service is second
     assert silent.count("cancel") == 1, "it may have arrived there all the same"
 
@@ -86,7 +93,7 @@ async def waiting_at(*services: Fake) -> asyncio.Task[tuple[Service, HeldLease]]
     for service in services:
         service.granting = False
     ask, heard = asking(*services)
-    task = asyncio.create_task(ask.lease(None, is_no_wait=False))
+    task = asyncio.create_task(in_the_end(ask))
     await until(lambda: {*heard.waiting} == {service.endpoint_id for service in services})
     return task
 
