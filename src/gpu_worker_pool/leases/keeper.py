@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 #: A stop gives back what it can in so long; the rest runs out by itself.
 STOP_SECONDS = 5.0
+#: And then, to end what it is about.
+LAST_WORD_SECONDS = 0.5
 #: Timers do not count the time in which the machine sleeps; so they are short.
 LONGEST_SLEEP_SECONDS = 5.0
 LONGEST_RENEWAL_SECONDS = 10.0
@@ -138,9 +140,13 @@ class LeaseKeeper:
         except TimeoutError:
             logger.warning("a lease could not be given back in %g s; it runs out by itself", STOP_SECONDS)
         self._is_closing = True
-        for task in [*self._work, *self._attempts, *(renewing for _, _, renewing in self._held.values())]:
-            task.cancel()
-        await asyncio.gather(*self._work, *self._attempts, return_exceptions=True)
+        left = {*self._work, *self._attempts, *(renewing for _, _, renewing in self._held.values())}
+        # To a request that is withdrawn the first word means to give up its place; there is no time left for that.
+        for _ in range(2):
+            for task in left:
+                task.cancel()
+            if left:
+                _, left = await asyncio.wait(left, timeout=LAST_WORD_SECONDS)
         for close in self._closers:
             with suppress(Exception):
                 await close()
