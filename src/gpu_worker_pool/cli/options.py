@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import click
 
-from gpu_worker_pool.cli.quantities import Duration, GPUNames, MemorySize
+from gpu_worker_pool.cli.quantities import Duration, GPUNames, MemorySize, Percent
 from gpu_worker_pool.cli.running.asked import Patience, Wished
 
 #: What click calls; with which arguments is for its options to say.
@@ -42,7 +42,6 @@ def wish_options(command: Command) -> Command:
             raise click.UsageError("--share needs --memory: say how much of the GPU is yours, such as --memory 8GiB.")
         return command(wished=wished, **given)
 
-    percent = click.FloatRange(0, 100)
     return _applied(
         with_wishes,
         [
@@ -83,15 +82,13 @@ def wish_options(command: Command) -> Command:
             click.option(
                 "--max-memory-usage",
                 "memory_threshold",
-                type=percent,
-                metavar="PERCENT",
+                type=Percent(),
                 help="Only GPUs whose memory is less full.  [default: 80]",
             ),
             click.option(
                 "--max-gpu-utilization",
                 "utilization_threshold",
-                type=percent,
-                metavar="PERCENT",
+                type=Percent(),
                 help="Only GPUs that are less busy.  [default: 90]",
             ),
         ],
