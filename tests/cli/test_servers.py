@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.programs import Programs, children_of, is_there
-from tests.fakes.http_server import Conversation, HostileServer, answer_json
+from tests.fakes.http_server import Conversation, HostileServer, answer, answer_json
 from tests.server_process import ServerProcess
 from tests.waiting import eventually
 
@@ -228,6 +228,13 @@ def test_a_server_without_leases(programs: Programs) -> None:
         assert "this server gives no leases" in shown.stdout
         assert "could be granted now" in programs.call("explain", *at).stdout
         assert programs.call("leases", *at).returncode == 69
+
+
+def test_what_is_no_gpu_server_is_named(programs: Programs) -> None:
+    with HostileServer(answer(b"<html>hello</html>")) as website:
+        done = programs.call("status", "-e", website.url)
+    assert done.returncode == 69
+    assert f"GET {website.url}/gpu/stats was answered, but the reply is not JSON" in done.stderr
 
 
 def test_doctor_and_a_server(brave: Programs, mortal: ServerProcess) -> None:
