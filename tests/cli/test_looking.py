@@ -88,6 +88,17 @@ def test_explanations(programs: Programs) -> None:
     assert waiting.poll() is None
 
 
+def test_where_nothing_can_ever_be_granted_nothing_is_said_to_be_grantable_now(programs: Programs) -> None:
+    assert "granted now" not in programs.call("explain", "-n", "99").stdout
+
+
+def test_a_terminal_that_cannot_show_a_letter_is_shown_the_rest(programs: Programs) -> None:
+    programs.holding("--label", "für ana")
+    done = programs.call("leases", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert "f?r ana" in done.stdout
+
+
 def test_release_of_this_hosts(programs: Programs) -> None:
     process = programs.holding("--ttl", "2s", "--on-lost", "terminate")
     (lease,) = programs.leases()
@@ -352,6 +363,11 @@ def test_serve(programs: Programs) -> None:
 def test_serve_refuses_nonsense(programs: Programs) -> None:
     assert programs.call("serve", "--simulate", "1", "--backend", "nvml").returncode == 2
     assert programs.call("serve", "--backend", "abacus").returncode == 2
+    for host in ("nonsense..x", "192.0.2.1"):
+        done = programs.call("serve", "--simulate", "1", "--host", host)
+        assert done.returncode == 2
+        assert f"there is no address '{host}' on this host" in done.stderr
+        assert "--port" not in done.stderr
 
 
 @contextlib.contextmanager

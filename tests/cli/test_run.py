@@ -58,6 +58,12 @@ def test_commands_that_cannot_be_run(programs: Programs, tmp_path: Path) -> None
     plain.chmod(0o755)
     assert programs.call("run", "--", plain).returncode == 126  # it has no first line that says what runs it
     assert programs.call("run", "--", tmp_path).returncode == 126
+    orphan = tmp_path / "orphan"
+    orphan.write_text("#!/no/such/interpreter -x\n")
+    orphan.chmod(0o755)
+    done = programs.call("run", "--", orphan)
+    assert done.returncode == 126
+    assert "its first line names '/no/such/interpreter', which is not there" in done.stderr
     assert programs.leases() == []
 
 

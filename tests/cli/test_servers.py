@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.programs import Programs, children_of, is_there
-from tests.fakes.http_server import Conversation, HostileServer, answer_json
+from tests.fakes.http_server import Conversation, HostileServer, answer, answer_json
 from tests.server_process import ServerProcess
 from tests.waiting import eventually
 
@@ -254,6 +254,13 @@ def test_a_server_without_leases(programs: Programs) -> None:
         assert explained.returncode == 69
         assert f"{old.url} cannot explain wishes: it is an older server; update it" in explained.stderr
         assert programs.call("leases", *at).returncode == 69
+
+
+def test_what_is_no_gpu_server_is_named(programs: Programs) -> None:
+    with HostileServer(answer(b"<html>hello</html>")) as website:
+        done = programs.call("status", "-e", website.url)
+    assert done.returncode == 69
+    assert f"GET {website.url}/gpu/stats was answered, but the reply is not JSON" in done.stderr
 
 
 def test_doctor_and_a_server(brave: Programs, mortal: ServerProcess) -> None:

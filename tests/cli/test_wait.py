@@ -126,6 +126,12 @@ def test_export_and_json(programs: Programs) -> None:
     assert told["pid"] > 0
 
 
+def test_export_and_json_contradict_each_other(programs: Programs) -> None:
+    done = programs.call("wait", "--json", "--export")
+    assert done.returncode == 2
+    assert "--json and --export contradict each other" in done.stderr
+
+
 def test_it_is_renewed(programs: Programs) -> None:
     script = f"x=$({WAIT} --ttl 2s); sleep 6; {RUN} --no-wait -- true; echo $?"
     assert bash(programs, script).stdout == "75\n"

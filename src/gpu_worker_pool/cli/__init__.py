@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -47,6 +48,10 @@ def _open_missing_streams() -> None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # for the whole life of the process
     if sys.stderr is None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        # What a terminal cannot show must not keep the rest from being shown.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _run_with_keeper(words: Sequence[str]) -> int:

@@ -20,7 +20,8 @@ def local_state_directory() -> Path:
     try:
         return state_directory()
     except OSError as error:
-        raise ServiceRefusedError(f"this host's programs have no place to meet: {error}") from None
+        chosen = " (GPU_POOL_STATE_DIR)" if os.environ.get("GPU_POOL_STATE_DIR", "").strip() else ""
+        raise ServiceRefusedError(f"this host's programs have no place to meet{chosen}: {error}") from None
 
 
 def is_private(directory: Path) -> bool:

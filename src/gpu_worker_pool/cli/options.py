@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import click
 
-from gpu_worker_pool.cli.quantities import Duration, GPUNames, MemorySize
+from gpu_worker_pool.cli.quantities import Duration, GPUNames, MemorySize, Percent
 from gpu_worker_pool.cli.running.asked import Patience
 
 #: What click calls; with which arguments is for its options to say.
@@ -26,7 +26,6 @@ def _applied(command: Command, options: list[Callable[[Command], Command]]) -> C
     return command
 
 
-_PERCENT: Final = click.FloatRange(0, 100)
 #: By the names that the core has for them.
 _WISHES: Final[dict[str, Callable[[Command], Command]]] = {
     "count": click.option(
@@ -66,15 +65,13 @@ _WISHES: Final[dict[str, Callable[[Command], Command]]] = {
     "memory_threshold": click.option(
         "--max-memory-usage",
         "memory_threshold",
-        type=_PERCENT,
-        metavar="PERCENT",
+        type=Percent(),
         help="Only GPUs whose memory is less full.  [default: 80]",
     ),
     "utilization_threshold": click.option(
         "--max-gpu-utilization",
         "utilization_threshold",
-        type=_PERCENT,
-        metavar="PERCENT",
+        type=Percent(),
         help="Only GPUs that are less busy.  [default: 90]",
     ),
 }

@@ -18,6 +18,9 @@ else:
 _SIZES: Final = {"mb": 1.0, "mib": 1.0, "gb": 1000.0, "gib": 1024.0, "tb": 1_000_000.0, "tib": 1024.0**2}
 _DURATIONS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _NUMBER_AND_UNIT: Final = re.compile(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*", re.ASCII)
+_PERCENT: Final = re.compile(r"\s*(\d{1,3}(?:\.\d{1,6})?)\s*%?\s*", re.ASCII)
+#: Such as 1m30s: what is of one unit only may go without.
+_PARTS: Final = re.compile(r"\s*(?:\d{1,12}(?:\.\d{1,6})?\s*[A-Za-z]+\s*){2,4}", re.ASCII)
 _LARGEST_MB: Final = 1e9
 _LONGEST_SECONDS: Final = 1e9
 
@@ -53,17 +56,33 @@ class Duration(_Number):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, float):
             return value
-        match = _NUMBER_AND_UNIT.fullmatch(value)
-        unit = _DURATIONS.get(match[2].lower()) if match else None
-        if match is None or unit is None:
-            self.fail(f"{value!r} is no time; write seconds, or it like 90s, 5m, 2h or 1d.", param, ctx)
-        seconds = float(match[1]) * unit
+        is_one = _NUMBER_AND_UNIT.fullmatch(value) or _PARTS.fullmatch(value)
+        parts = _NUMBER_AND_UNIT.findall(value) if is_one else []
+        units = [_DURATIONS.get(unit.lower()) for _, unit in parts]
+        known = [unit for unit in units if unit is not None]
+        if not parts or len(known) < len(parts):
+            self.fail(f"{value!r} is no time; write it like 90s, 5m, 1m30s, 2h or 1d.", param, ctx)
+        seconds = sum(float(number) * unit for (number, _), unit in zip(parts, known, strict=True))
         if not self._shortest <= seconds <= self._longest:
             limits = f"from {self._shortest:g} to {self._longest:g} seconds"
             if self._longest == _LONGEST_SECONDS:
                 limits = f"of at least {self._shortest:g} seconds"
             self.fail(f"{value!r} is not {limits}.", param, ctx)
         return seconds
+
+
+class Percent(_Number):
+    """From 0 to 100, with or without the sign."""
+
+    name = "PERCENT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = _PERCENT.fullmatch(value)
+        if match is None or float(match[1]) > 100:
+            self.fail(f"{value!r} is no percentage; write it like 50 or 50%.", param, ctx)
+        return float(match[1])
 
 
 class GPUNames(_Names):

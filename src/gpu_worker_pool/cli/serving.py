@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from typing import TYPE_CHECKING, Final
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from gpu_worker_pool.cli.failures import CommandError
+from gpu_worker_pool.cli.printable import printable
 from gpu_worker_pool.gpu_server.serving import serve
 from gpu_worker_pool.gpu_server.settings import ServerSettings
 from gpu_worker_pool.hardware.readers.choose import check_backend
@@ -57,6 +59,8 @@ def _check_port(host: str, port: int) -> None:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        if not isinstance(error, OSError) or isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise click.UsageError(f"there is no address {printable(host)!r} on this host (--host, or HOST).") from None
         hint = "; choose another with --port" if port else ""
         raise CommandError(f"cannot listen on {host} port {port}: {error.strerror or error}{hint}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from gpu_worker_pool.cli.quantities import Duration, GPUNames, MemorySize, spoken_mb, spoken_seconds
+from gpu_worker_pool.cli.quantities import Duration, GPUNames, MemorySize, Percent, spoken_mb, spoken_seconds
 
 
 @pytest.mark.parametrize(
@@ -31,16 +31,38 @@ def test_sizes_that_are_none(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("5m", 300.0), ("0.5h", 1800.0), ("1d", 86400.0)]
+    ("text", "seconds"),
+    [
+        ("90", 90.0),
+        ("90s", 90.0),
+        ("5m", 300.0),
+        ("0.5h", 1800.0),
+        ("1d", 86400.0),
+        ("1m30s", 90.0),
+        ("1h 5 min", 3900.0),
+    ],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert Duration().convert(text, None, None) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "soon", "-1", "1y", "nan", "inf", "1e3"])
+@pytest.mark.parametrize("text", ["", "soon", "-1", "1y", "nan", "inf", "1e3", "1m30", "1m2y"])
 def test_durations_that_are_none(text: str) -> None:
     with pytest.raises(click.BadParameter):
         Duration().convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "percent"), [("50", 50.0), ("50%", 50.0), ("12.5 %", 12.5), ("0", 0.0), ("100%", 100.0)]
+)
+def test_percentages(text: str, percent: float) -> None:
+    assert Percent().convert(text, None, None) == percent
+
+
+@pytest.mark.parametrize("text", ["", "nan", "inf", "101", "-1", "half", "%"])
+def test_percentages_that_are_none(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="like 50 or 50%"):
+        Percent().convert(text, None, None)
 
 
 def test_durations_have_limits() -> None:

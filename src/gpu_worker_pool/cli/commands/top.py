@@ -18,7 +18,7 @@ Examples:
   gpu-pool top --count 3 > seen.txt    three times, as plain text
 """,
 )
-@click.option("--interval", type=Duration(0.2, 3600.0), default="1", show_default="1s", help="How often to look.")
+@click.option("--interval", type=Duration(0.2, 3600.0), default="1s", show_default=True, help="How often to look.")
 @click.option("-n", "--count", type=click.IntRange(1), metavar="N", help="Look so many times.  [default: until Ctrl-C]")
 @json_option
 @endpoint_option

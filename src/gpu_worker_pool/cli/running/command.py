@@ -292,6 +292,8 @@ def cannot_run(name: str, number: int) -> CommandError:
         hint = "" if "/" in name else "; is it in PATH?"
         return CommandError(f"there is no program {name!r}{hint}", Status.NOT_FOUND)
     reason = os.strerror(number).lower()
+    if number == errno.ENOENT and (interpreter := _interpreter_of(name)):
+        reason = f"its first line names {interpreter!r}, which is not there"
     if number == errno.ENOEXEC:
         reason += "; a script must begin with a line such as #!/bin/sh"
     elif number == errno.EACCES and Path(name).is_dir():
@@ -299,3 +301,14 @@ def cannot_run(name: str, number: int) -> CommandError:
     elif number == errno.EACCES:
         reason += "; chmod +x makes it a program"
     return CommandError(f"{name!r} cannot be run: {reason}", Status.CANNOT_EXECUTE)
+
+
+def _interpreter_of(name: str) -> str | None:
+    """Of a script, as its first line has it."""
+    try:
+        with Path(shutil.which(name) or name).open("rb") as script:
+            line = script.readline(200)
+    except OSError:
+        return None
+    words = line.removeprefix(b"#!").split()
+    return os.fsdecode(words[0]) if line.startswith(b"#!") and words else None

@@ -165,7 +165,8 @@ class _Keeper:
             self._fail(f"nothing is free now: {error}", Status.NOT_NOW)
         else:
             why = f": {self._summary}" if self._summary else ""
-            self._fail(f"no GPU became free in {patience.timeout_seconds:g} s{why}", Status.TIMED_OUT)
+            when = f"in {patience.timeout_seconds:g} s" if patience.timeout_seconds else "at once"
+            self._fail(f"no GPU became free {when}{why}", Status.TIMED_OUT)
 
     def _fail(self, error: object, status: Status) -> None:
         self._channel.send("failed", status=int(status), text=str(error))

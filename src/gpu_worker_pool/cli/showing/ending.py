@@ -64,6 +64,7 @@ async def _release(hosts: Sequence[Host | Unopened], identifier: str) -> Release
                 return Released(identifier, endpoint_id, "request")
         except GPUWorkerPoolError as error:
             errors.append(f"{endpoint_id}: {error}" if len(hosts) > 1 else str(error))
-            status = status_of(error)
+            if error.retryable:  # it is away; whoever refuses has answered
+                status = status_of(error)
     nowhere = f"there is no lease and no request {identifier!r}; gpu-pool leases and gpu-pool queue list what there is"
     return Released(identifier, error="; ".join(errors) or nowhere, status=status)

@@ -119,7 +119,10 @@ class HTTPHost:
         if answer.status != 200 or answer.body is None:
             is_lease_route = path.startswith(("/leases", "/queue"))
             raise status_error(method, url, answer, NO_LEASES if is_lease_route and answer.status == 404 else "")
-        body = parse_json(answer.body)
+        try:
+            body = parse_json(answer.body)
+        except ServiceRetryableError as error:
+            raise ServiceRetryableError(f"{method} {url} was answered, but {error}") from None
         if not isinstance(body, dict) or (wanted is not None and not isinstance(body.get(wanted), list)):
             raise ServiceRetryableError(f"{method} {url} was answered, but not as a GPU server does")
         return body
