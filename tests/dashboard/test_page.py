@@ -145,7 +145,7 @@ def test_a_hostile_label_is_text(look: Look, server: ServerProcess) -> None:
 
 def test_hostile_names_of_gpus_and_processes_are_text(browser: Browser, tmp_path: Path) -> None:
     smi = FakeNvidiaSMI(tmp_path)
-    gpu = healthy_gpu(0, name="<b>GPU</b>", memory_used="9000")
+    gpu = healthy_gpu(0, name="<b>GPU</b>", memory_used="23000")
     smi.set_gpus(gpu)
     smi.set_processes((gpu["uuid"], 1, "<script>hacked=1</script>", 9000))
     with ServerProcess(tmp_path, GPU_BACKEND="nvidia-smi", **smi.env) as server, looking(browser, server) as look:

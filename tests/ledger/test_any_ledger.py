@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -196,42 +193,6 @@ async def test_a_question_that_fails_fails_for_its_asker_alone(opened: Opened) -
     assert await ledger.look(lambda pool, now: pool.fence) == 0
 
 
-# ---- from a thread
-
-
-async def test_a_thread_may_submit_too(opened: Opened) -> None:
-    ledger = opened()
-    await ledger.submit(read(opened.place))
-    lease = await granted(ledger, "one")
-    opened.clock.advance(5.0)
-    (renewed,) = await asyncio.to_thread(ledger.submit_from_thread, Renewed(lease.lease_id, by="me"))
-    assert isinstance(renewed, Granted)
-    assert renewed.lease.expires_at == opened.clock.now() + TTL
-    with pytest.raises(NotYourLeaseError):
-        await asyncio.to_thread(ledger.submit_from_thread, Renewed(lease.lease_id, by="a stranger"))
-    await ledger.look(lambda pool, now: None)
-    await asyncio.sleep(0)
-    assert opened.told.changes["one"] == renewed.lease
-
-
-async def test_a_thread_is_answered_while_the_event_loop_is_blocked(opened: Opened) -> None:
-    """D16: a lease must survive a training step that blocks the loop for minutes."""
-    ledger = opened()
-    await ledger.submit(read(opened.place))
-    lease = await granted(ledger, "one")
-    opened.clock.advance(5.0)
-    answered = threading.Event()
-
-    def renew() -> None:
-        ledger.submit_from_thread(Renewed(lease.lease_id))
-        answered.set()
-
-    thread = threading.Thread(target=renew)
-    thread.start()
-    assert answered.wait(5.0), "it waited for the loop"
-    thread.join()
-
-
 # ---- closing
 
 
@@ -254,35 +215,6 @@ async def test_a_closed_ledger_says_so(opened: Opened) -> None:
         await ledger.submit(Ticked())
     with pytest.raises(LedgerUnavailableError, match="closed"):
         await ledger.look(lambda pool, now: None)
-    with pytest.raises(LedgerUnavailableError, match="closed"):
-        await asyncio.to_thread(ledger.submit_from_thread, Ticked())
-
-
-async def test_threads_that_submit_while_it_is_closed_are_answered_or_refused(opened: Opened) -> None:
-    for _ in range(10):
-        ledger = opened()
-        begun = threading.Barrier(5)
-
-        def hammer(ledger: Ledger = ledger, begun: threading.Barrier = begun) -> int:
-            begun.wait()
-            for done in range(100_000):
-                try:
-                    ledger.submit_from_thread(Ticked())
-                except LedgerUnavailableError:
-                    return done
-            raise AssertionError("never closed")
-
-        with ThreadPoolExecutor(4) as threads:
-            hammering = [threads.submit(hammer) for _ in range(4)]
-            await asyncio.to_thread(begun.wait)
-            await asyncio.sleep(0.005)
-            await ledger.close()
-            deadline = time.monotonic() + 5.0
-            for each in hammering:
-                while not each.done():
-                    assert time.monotonic() < deadline, "a thread was left without an answer"
-                    await asyncio.sleep(0.01)
-                each.result()
 
 
 # ---- time

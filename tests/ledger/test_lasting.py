@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterable
 
 import pytest
@@ -64,27 +63,6 @@ async def in_one_moment(ledger: Ledger, events: Iterable[Event]) -> list[object]
 def sqlite_place(opened: Opened) -> InSQLite:
     assert isinstance(opened.place, InSQLite)
     return opened.place
-
-
-async def test_what_a_thread_submits_in_the_moment_it_is_closed_is_not_left_behind(lasting: Opened) -> None:
-    ledger = sqlite_place(lasting).open(Told())
-    entered, queue = threading.Event(), ledger._asked
-
-    class SlowQueue:
-        get, get_nowait = queue.get, queue.get_nowait
-
-        def put(self, asked: object) -> None:
-            if asked is not None:
-                entered.set()
-                time.sleep(0.2)
-            queue.put(asked)  # type: ignore[arg-type]
-
-    ledger._asked = SlowQueue()  # type: ignore[assignment]
-    submitted = asyncio.ensure_future(asyncio.to_thread(ledger.submit_from_thread, Ticked()))
-    await asyncio.to_thread(entered.wait)
-    await ledger.close()
-    async with asyncio.timeout(5):
-        assert await submitted == ()
 
 
 # ---- fault 11: restarts
@@ -570,13 +548,14 @@ async def test_what_another_process_commits_right_after_ones_own_commit_is_notic
     ledger = sqlite_place(lasting).open(told := Told())
     other = lasting()
     await ledger.look(lambda pool, now: None)
+    loop = asyncio.get_running_loop()
     statements: list[str] = []
 
     def between(_cursor: object, statement: str, _values: object) -> bool:
         statements.append(statement)
         if statements[-2:-1] == ["COMMIT"]:
             ledger._file.connection.exec_trace = None
-            other.submit_from_thread(Requested(request("theirs")))
+            asyncio.run_coroutine_threadsafe(other.submit(Requested(request("theirs"))), loop).result()
         return True
 
     ledger._file.connection.exec_trace = between

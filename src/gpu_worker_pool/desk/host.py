@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.desk.desk import LeaseDesk
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from gpu_worker_pool.hardware.samples import Sample
 
 
+INTERVAL_SECONDS: Final = 1.0
+
+
 class HostDesk:
     """`desk` is open between `start` and `stop`; the host's GPUs are sampled meanwhile, by it or by another process."""
 
@@ -24,7 +27,6 @@ class HostDesk:
         self,
         backend: str = "auto",
         *,
-        interval_seconds: float = 1.0,
         settings: PoolSettings | None = None,
         state_dir: str | None = None,
         on_sample: Callable[[Sample], object] | None = None,
@@ -32,10 +34,10 @@ class HostDesk:
         """`on_sample` is called in the event loop's thread."""
         self._loop = asyncio.get_running_loop()
         self._on_sample = on_sample
-        settings = settings or PoolSettings(poll_seconds=interval_seconds)
+        settings = settings or PoolSettings(poll_seconds=INTERVAL_SECONDS)
         self._sampler = host_sampler(
             backend,
-            interval_seconds=interval_seconds,
+            interval_seconds=INTERVAL_SECONDS,
             keep=1,
             # The only crossing from the sampler's thread to the loop's.
             on_sample=lambda sample: self._loop.call_soon_threadsafe(self._take, sample),

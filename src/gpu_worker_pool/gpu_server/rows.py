@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from gpu_worker_pool.core.obstacles import lasting_obstacles, reading_obstacles
+from gpu_worker_pool.core.settings import PoolSettings
+from gpu_worker_pool.core.wishes import PLAIN
+from gpu_worker_pool.hardware.leasable import readings_of
 from gpu_worker_pool.hardware.samples import DriverAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from gpu_worker_pool.core.readings import ProcessReading
+    from gpu_worker_pool.core.readings import ProcessReading, Reading
     from gpu_worker_pool.hardware.samples import GPUSample, MIGSample, Sample
 
     #: By GPU or MIG device, the leases on it; None where the ledger cannot be read.
     Promises = Mapping[str, Sequence[dict[str, Any]]] | None
+
+_DEFAULTS: Final = PoolSettings()
 
 
 def stats_body(sample: Sample, gpus: Sequence[GPUSample], promises: Promises) -> dict[str, Any]:
@@ -75,6 +81,24 @@ def _leases_on(gpu: GPUSample, promises: Promises) -> list[dict[str, Any]] | Non
     return list({lease["lease_id"]: lease for name in names for lease in promises.get(name, ())}.values())
 
 
+def _obstacles(gpu: GPUSample, promises: Promises) -> list[str] | None:
+    """What keeps it from a request without special wishes; of a split card, the best of its devices.
+
+    By the rules that grant. They also know what is kept for somebody, or was given back a moment ago, which passes.
+    """
+    if promises is None:
+        return None
+    found = [_obstacles_of(reading, promises.get(reading.gpu_id, ())) for reading in readings_of((gpu,))]
+    return min(found, key=len, default=["split, and has no MIG device"])
+
+
+def _obstacles_of(reading: Reading, leases: Sequence[dict[str, Any]]) -> list[str]:
+    if leases:  # what it is doing is its holder's doing
+        return [f"{lease['state']}: {lease['worker_id'] or lease['lease_id']}" for lease in leases]
+    lasting = lasting_obstacles(reading, PLAIN, _DEFAULTS)
+    return [str(each) for each in (*lasting, *reading_obstacles(reading, reading.processes, PLAIN, _DEFAULTS))]
+
+
 def _stats_row(gpu: GPUSample, promises: Promises) -> dict[str, Any]:
     return {
         "gpu_id": gpu.index,
@@ -104,6 +128,7 @@ def _stats_row(gpu: GPUSample, promises: Promises) -> dict[str, Any]:
             for mig in gpu.mig_devices
         ],
         "leases": _leases_on(gpu, promises),
+        "obstacles": _obstacles(gpu, promises),
     }
 
 

@@ -65,6 +65,10 @@ class GPU(BaseModel):
     mig_enabled: bool
     mig_devices: list[MIGDevice]
     leases: list[Promise] | None = Field(description="To whom it is promised; null where the ledger cannot be read.")
+    obstacles: list[str] | None = Field(
+        description="What keeps it from a request without special wishes; empty: it is free. Null as `leases`.",
+        examples=[["memory 98.0 % used, not below 80 %"]],
+    )
 
 
 class Stats(BaseModel):

@@ -73,8 +73,6 @@ class Caller:
     #: By which what one caller may have is counted: of a key its fingerprint, never the key.
     account: str
     is_admin: bool
-    #: Whether it came directly, from this host.
-    is_local: bool
 
 
 class Headers(NamedTuple):
@@ -151,10 +149,10 @@ class Doorkeeper:
                 "in GPU_POOL_API_KEYS (and send one as Authorization: Bearer KEY)",
             )
         if headers.authorization is not None:
-            return self._by_key(headers.authorization, is_here=is_here)
+            return self._by_key(headers.authorization)
         if not is_here:
             return _unauthorized("key_needed", "a key is needed from here: send Authorization: Bearer KEY")
-        return self._is_no_web_page(headers) or Caller(LOOPBACK, is_admin=False, is_local=True)
+        return self._is_no_web_page(headers) or Caller(LOOPBACK, is_admin=False)
 
     # --- where from ---
 
@@ -171,7 +169,7 @@ class Doorkeeper:
 
     # --- with a key: a web page has none, whatever it is called ---
 
-    def _by_key(self, authorization: bytes, *, is_here: bool) -> Caller | Refusal:
+    def _by_key(self, authorization: bytes) -> Caller | Refusal:
         if not self._keys:
             detail = "this server has no keys (GPU_POOL_API_KEYS is not set): from its own host ask without one"
             return _unauthorized("key_wrong", detail)
@@ -183,7 +181,7 @@ class Doorkeeper:
         # All of them, also after the right one, so that the time taken says nothing.
         for digest, is_admin in self._keys:
             if compare_digest(digest, sent):
-                found = Caller(f"key-{digest.hex()[:12]}", is_admin, is_here)
+                found = Caller(f"key-{digest.hex()[:12]}", is_admin)
         if found is None:
             return _unauthorized("key_wrong", "this key is not one of this server's: ask its administrator for one")
         return found

@@ -63,9 +63,6 @@ class Ledger(Protocol):
         not happened.
         """
 
-    def submit_from_thread(self, event: Event) -> tuple[Effect, ...]:
-        """The same for a thread that runs no event loop."""
-
     async def look(self, question: Question[T]) -> T:
         """Ask something of the pool as it is now; `question` must change nothing, and gets the time as well."""
 

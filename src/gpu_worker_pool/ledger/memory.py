@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import threading
 from typing import TYPE_CHECKING, TypeVar
 
 from gpu_worker_pool.clocks import LoopClock
@@ -21,42 +20,31 @@ T = TypeVar("T")
 
 
 class MemoryLedger:
-    """Belongs to the event loop it was made in; threads may submit to it."""
+    """Belongs to the event loop it was made in."""
 
     def __init__(self, settings: PoolSettings, tell: Tell, clock: Clock | None = None) -> None:
         self.secret = secrets.token_hex(16)
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
-        self._clock = clock or LoopClock(self._loop)
+        self._clock = clock or LoopClock(asyncio.get_running_loop())
         self._tell = tell
         self._requests: NotingDict[str, Waiter | Lease | Outcome] = NotingDict()
         self._pool = Pool(settings, self._requests)
-        #: Held by whoever uses the pool.
-        self._in_use = threading.Lock()
         self._timer: Timer | None = None
         self._is_closed = False
 
     async def submit(self, event: Event) -> tuple[Effect, ...]:
-        return self.submit_from_thread(event)
+        return self._apply(event)
 
-    def submit_from_thread(self, event: Event) -> tuple[Effect, ...]:
+    def _apply(self, event: Event) -> tuple[Effect, ...]:
+        self._check_open()
         pool = self._pool
-        with self._in_use:
-            self._check_open()
-            effects = pool.apply(event, self._clock.now())
-            told = tuple(effect for effect in effects if not isinstance(effect, WakeAt))
-            committed = Committed(told, self._requests.take_notes(), False, pool.fence, dict(pool.tally))
-            if threading.get_ident() != self._thread:
-                # Not waited for: the loop may be blocked for minutes. Within the lock, so that news stay in order.
-                self._loop.call_soon_threadsafe(self._deliver, committed)
-                return told
-        self._deliver(committed)
+        effects = pool.apply(event, self._clock.now())
+        told = tuple(effect for effect in effects if not isinstance(effect, WakeAt))
+        tell_of(Committed(told, self._requests.take_notes(), False, pool.fence, dict(pool.tally)), self._tell)
+        self._set_timer()
         return told
 
-    def _deliver(self, committed: Committed) -> None:
-        tell_of(committed, self._tell)
-        with self._in_use:
-            at = self._pool.timers.next_at()
+    def _set_timer(self) -> None:
+        at = self._pool.timers.next_at()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -65,20 +53,18 @@ class MemoryLedger:
 
     def _tick(self) -> None:
         self._timer = None
-        self.submit_from_thread(Ticked())
+        self._apply(Ticked())
 
     async def look(self, question: Question[T]) -> T:
-        with self._in_use:
-            self._check_open()
-            return question(self._pool, self._clock.now())
+        self._check_open()
+        return question(self._pool, self._clock.now())
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise LedgerUnavailableError("the ledger was closed")
 
     async def close(self) -> None:
-        with self._in_use:
-            self._is_closed = True
+        self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

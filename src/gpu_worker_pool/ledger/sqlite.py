@@ -12,7 +12,6 @@ import contextlib
 import logging
 import math
 import threading
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -109,8 +108,6 @@ class SQLiteLedger:
         self._boot_id = boot_id or id_of_this_boot()
         self._loop = asyncio.get_running_loop()
         self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
-        #: Nothing is put into the queue behind the word that it is closed.
-        self._entrance = threading.Lock()
         self._is_closed = False
         self._file = LedgerFile(path, SCHEMA, FORMAT)
         with self._file.errors(), self._file.in_use:
@@ -131,7 +128,7 @@ class SQLiteLedger:
         self._thread = threading.Thread(target=self._run, name="gpu-ledger", daemon=True)
         self._thread.start()
 
-    # --- asking: from the event loop, or from a thread ---
+    # --- asking, in the event loop's thread ---
 
     async def submit(self, event: Event) -> tuple[Effect, ...]:
         effects: tuple[Effect, ...] = await self._ask(event, is_question=False)
@@ -152,30 +149,20 @@ class SQLiteLedger:
             else:
                 future.set_exception(error)
 
-        self._put(_Asked(what, is_question, answer))
-        return future
-
-    def submit_from_thread(self, event: Event) -> tuple[Effect, ...]:
-        future: Future[tuple[Effect, ...]] = Future()
-        # Not by way of the event loop, which may be blocked for minutes.
-        self._put(_Asked(event, False, _FromThread(future)))
-        return future.result()
-
-    def _put(self, asked: _Asked) -> None:
         if self._file.is_inherited:
             raise LedgerUnavailableError("the ledger was opened by the process this one was forked from: open it anew")
-        with self._entrance:
-            if self._is_closed:
-                raise LedgerUnavailableError("the ledger was closed")
-            self._asked.put(asked)
+        if self._is_closed:
+            raise LedgerUnavailableError("the ledger was closed")
+        self._asked.put(_Asked(what, is_question, answer))
+        return future
 
     async def close(self) -> None:
         if self._file.is_inherited:
             return
-        with self._entrance:
-            if not self._is_closed:
-                self._is_closed = True
-                self._asked.put(None)
+        if not self._is_closed:
+            # Nothing is put into the queue behind this.
+            self._is_closed = True
+            self._asked.put(None)
         await asyncio.to_thread(self._thread.join)
 
     # --- in the ledger's thread ---
@@ -256,22 +243,17 @@ class SQLiteLedger:
         except LedgerUnavailableError as error:
             self._failed(error)
             for asked in events:
-                self._tell_asker(asked, None, error)
+                self._call_in_loop(asked.answer, None, error)
             return
         except Exception as error:
             logger.exception("the ledger could not decide")
             self._failed(error)
             for asked in events:
-                self._tell_asker(asked, None, LedgerUnavailableError(f"{type(error).__name__}: {error}"))
+                self._call_in_loop(asked.answer, None, LedgerUnavailableError(f"{type(error).__name__}: {error}"))
             return
         self._complaint, self._pause_until = "", -math.inf
-        # Threads first: they do not wait for the loop.
-        for asked, value, problem in results:
-            if isinstance(asked.answer, _FromThread):
-                asked.answer(value, problem)
-        on_loop = [result for result in results if not isinstance(result[0].answer, _FromThread)]
-        if on_loop or committed.effects or committed.changes or committed.is_everything:
-            self._call_in_loop(self._deliver, committed, on_loop)
+        if results or committed.effects or committed.changes or committed.is_everything:
+            self._call_in_loop(self._deliver, committed, results)
 
     def _in_transaction(
         self, events: list[_Asked], results: list[tuple[_Asked, Any, BaseException | None]]
@@ -388,7 +370,7 @@ class SQLiteLedger:
             value = asked.what(self._pool or self._read_only_pool(), self._clock())
         except Exception as error:
             problem = error
-        self._tell_asker(asked, value, problem)
+        self._call_in_loop(asked.answer, value, problem)
 
     def _read_only_pool(self) -> Pool:
         """To look at, while nothing can be written: a full disk is no reason not to tell who waits for what."""
@@ -407,12 +389,6 @@ class SQLiteLedger:
 
     # --- telling ---
 
-    def _tell_asker(self, asked: _Asked, value: Any, problem: BaseException | None) -> None:
-        if isinstance(asked.answer, _FromThread):
-            asked.answer(value, problem)
-        else:
-            self._call_in_loop(asked.answer, value, problem)
-
     def _deliver(self, committed: Committed, results: list[tuple[_Asked, Any, BaseException | None]]) -> None:
         tell_of(committed, self._tell)
         for asked, value, problem in results:
@@ -421,19 +397,6 @@ class SQLiteLedger:
     def _call_in_loop(self, function: Callable[..., object], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             self._loop.call_soon_threadsafe(function, *args)
-
-
-class _FromThread:
-    """The answer to a thread, which waits for it and for nothing else."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
-    def __call__(self, value: Any, error: BaseException | None) -> None:
-        if error is None:
-            self._future.set_result(value)
-        else:
-            self._future.set_exception(error)
 
 
 def _apply(pool: Pool, event: Any, now: float) -> tuple[Effect, ...]:

@@ -57,7 +57,7 @@ def bearer(key: str) -> str:
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "127.255.255.254", "::1", "::ffff:127.0.0.1"])
 @pytest.mark.parametrize("settings", [BOTH, ServerSettings()])
 def test_this_host_needs_no_key(address: str, settings: ServerSettings) -> None:
-    assert ask(settings, client=address) == Caller("loopback", is_admin=False, is_local=True)
+    assert ask(settings, client=address) == Caller("loopback", is_admin=False)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_loopback_can_be_closed_too() -> None:
 def test_a_key_opens(client: str, scheme: str) -> None:
     caller = ask(client=client, authorization=scheme + KEY)
     assert isinstance(caller, Caller)
-    assert (caller.is_admin, caller.is_local) == (False, client == HERE)
+    assert not caller.is_admin
     assert caller.account.startswith("key-")
     assert KEY not in repr(caller)
 

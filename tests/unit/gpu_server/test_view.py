@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from gpu_worker_pool.cli.showing.cells import gpu_state
+from gpu_worker_pool.core.readings import ProcessReading
 from gpu_worker_pool.gpu_server.view import HostView
 from gpu_worker_pool.hardware.sampler import Seen
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, MIGSample, Sample
@@ -190,4 +193,53 @@ def test_without_a_ledger_nothing_is_known_to_be_promised() -> None:
     host.view.promises_changed()
     host.sample()
     assert [row["leased"] for row in json.loads(host.view.answer("summary").body)["gpus_summary"]] == [False, False]
-    assert [row["leases"] for row in json.loads(host.view.answer("stats").body)["gpus"]] == [None, None]
+    rows = json.loads(host.view.answer("stats").body)["gpus"]
+    assert [(row["leases"], row["obstacles"]) for row in rows] == [(None, None), (None, None)]
+
+
+@pytest.mark.parametrize(
+    ("shown", "leases", "state", "obstacles"),
+    [
+        ({}, [], "free", []),
+        ({"processes": (ProcessReading(1, name="Xorg"),), "memory_used_mb": 10.0}, [], "free", []),
+        ({"memory_used_mb": 98.0}, [], "busy", ["memory 98.0 % used, not below 80 %"]),
+        ({"memory_used_mb": None}, [], "busy", ["does not tell its memory usage"]),
+        ({"utilization_percent": 95.0}, [], "busy", ["utilization 95.0 %, not below 90 %"]),
+        ({"utilization_percent": None}, [], "busy", ["its utilization could not be read"]),
+        ({"utilization_percent": 95.0}, [held("L1")], "held", ["held: w"]),
+        ({"fault": "Xid 79"}, [], "fault: Xid 79", ["unhealthy: Xid 79"]),
+    ],
+)
+def test_free_is_what_a_plain_request_would_get(
+    shown: dict[str, Any], leases: list[dict[str, object]], state: str, obstacles: list[str]
+) -> None:
+    host = Host()
+    host.view = HostView(lambda: host.seen, clock=lambda: host.now, see_promises=lambda: {"GPU-0": leases})
+    idle = {"memory_total_mb": 100.0, "memory_used_mb": 0.0, "utilization_percent": 0.0}
+    host.sample(DriverAnswer((GPUSample(0, "A", uuid="GPU-0", **{**idle, **shown}),), "1.0", "test"))
+    (row,) = json.loads(host.view.answer("stats").body)["gpus"]
+    assert row["obstacles"] == obstacles
+    assert gpu_state(row, [{"share": False} for _ in leases]) == state
+
+
+def test_of_a_split_card_the_best_device_counts() -> None:
+    host = Host()
+    promises = {"MIG-1": [held("L1")]}
+    host.view = HostView(lambda: host.seen, clock=lambda: host.now, see_promises=lambda: promises)
+
+    def obstacles(*devices: MIGSample) -> list[str]:
+        host.sample(DriverAnswer((GPUSample(0, "A", uuid="GPU-0", mig_enabled=True, mig_devices=devices),), "", "test"))
+        (row,) = json.loads(host.view.answer("stats").body)["gpus"]
+        return list(row["obstacles"])
+
+    taken, idle = (
+        MIGSample(name, "1g", memory_total_mb=100.0, memory_used_mb=0.0, processes=()) for name in ("MIG-1", "MIG-2")
+    )
+    assert obstacles(taken, idle) == []
+    assert obstacles(taken) == ["held: w"]
+    assert obstacles() == ["split, and has no MIG device"]
+
+
+@pytest.mark.parametrize("unknown", [{}, {"obstacles": None}])
+def test_what_is_not_known_is_not_called_free(unknown: dict[str, Any]) -> None:
+    assert gpu_state({"utilization_percent": 0.0, "processes": [], **unknown}, []) == "unknown"

@@ -84,7 +84,7 @@ def gpu_rows(row: Row, leases: Iterable[Row]) -> list[list[str]]:
             used_in_all(lease),
         ]
         for lease in on_it
-    ] or [[_outsiders(row), "", "", ""]]
+    ] or [[_outsiders(row) or next(iter(row.get("obstacles") or ()), ""), "", "", ""]]
     return [(["", "", "", ""] if number else gpu) + cells for number, cells in enumerate(holders)]
 
 
@@ -114,9 +114,10 @@ def gpu_state(row: Row, on_it: list[Row]) -> str:
         return "quarantine"
     if on_it:
         return "shared" if all(lease["share"] for lease in on_it) else "held"
-    if row.get("processes") or (row["utilization_percent"] or 0) > 0:
-        return "busy"
-    return "free"
+    obstacles = row.get("obstacles")
+    if obstacles is None:
+        return "unknown"  # the ledger cannot be read, or it is a server that has none, or an older one
+    return "busy" if obstacles else "free"
 
 
 def _outsiders(row: Row) -> str:

@@ -107,6 +107,7 @@ _GPU: Final = _object(
         "uuid": text,
         "fault": text,
         "processes": _PROCESSES,
+        "obstacles": _list(text, MOST_REASONS),
         "mig_devices": _list(_object({"uuid": text, "name": text, "memory": _MEMORY, "fault": text}), MOST_MIG_DEVICES),
     }
 )

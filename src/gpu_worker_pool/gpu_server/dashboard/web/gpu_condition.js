@@ -4,9 +4,6 @@ import { phrase } from "./dom.js";
 import { count, duration } from "./words.js";
 import { devicesOf, now } from "./pool_state.js";
 
-/** A GPU without a lease that does more than this is somebody's all the same. */
-const QUIET_PERCENT = 10;
-
 /** `{ host, gpus, error }`: its GPUs as `{ gpu, leases, condition }`, or what kept them from being told. */
 export function seenOf(host) {
   try {
@@ -50,8 +47,9 @@ function conditionOf(gpu, leases, host) {
   }
   if (host.isStale) return trouble("Stale", staleness(host) || "nothing is known of it yet");
   if (host.ledgerProblem !== null) return trouble("Unknown", "whether somebody holds it cannot be told");
-  if (isInUse(row)) return { kind: "outside", word: "In use", why: outsiders(row) };
-  return { kind: "free", word: "Free", why: "" };
+  if (!Array.isArray(row.obstacles)) return trouble("Unknown", "its server does not say whether it can be had");
+  if (row.obstacles.length > 0) return { kind: "outside", word: "In use", why: outsiders(row) };
+  return { kind: "free", word: "Free", why: row.processes?.length > 0 ? outsiders(row) : "" };
 }
 
 function trouble(word, why) {
@@ -64,15 +62,11 @@ function staleness(host) {
   return `last read ${duration(age)} ago`;
 }
 
-function isInUse(row) {
-  const isBusy = (row.utilization_percent ?? 0) >= QUIET_PERCENT || (row.memory?.usage_percent ?? 0) >= QUIET_PERCENT;
-  return isBusy || (row.processes?.length ?? 0) > 0;
-}
-
 /** Who is on a GPU that nobody was promised. */
 function outsiders(row) {
+  if (row.leases?.length > 0) return "given back a moment ago, and not read since";
   const processes = row.processes ?? [];
-  if (processes.length === 0) return "without a lease; its processes cannot be seen";
+  if (processes.length === 0) return `without a lease: ${row.obstacles[0]}`;
   const names = processes.slice(0, 2).map((process) => {
     const name = (process.name ?? `process ${process.pid}`).split("/").at(-1);
     return process.user ? phrase`${name} of ${process.user}` : phrase`${name}`;
