@@ -54,7 +54,7 @@ def explain_to_people(found: Sequence[Explained]) -> None:
     for endpoint, body in found:
         where = f"{endpoint}: " if len(found) > 1 else ""
         print_line(f"{where}{body['summary']}")
-        free = "free" if body["impossible"] else "free: it could be granted now"
+        free = "free" if body.get("impossible") else "free: it could be granted now"
         rows = [
             ["?" if gpu["gpu_id"] is None else str(gpu["gpu_id"]), gpu["name"] or "?", text]
             for gpu in body["gpus"]
