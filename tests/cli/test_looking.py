@@ -197,11 +197,13 @@ def test_what_others_call_themselves_drives_no_terminal(programs: Programs) -> N
         "count": 1,
         "priority": 0,
     }
+    explanation = {"request_id": EVIL, "summary": EVIL, "gpus": [{**gpu, "obstacles": [{"text": EVIL}]}]}
     bodies: dict[bytes, Any] = {
         b"/gpu/stats": {"gpu_count": 1, "gpus": [{**gpu, "memory": memory}], "timestamp": ""},
         b"/leases": {"leases": [lease]},
         b"/queue": {"queue": [waiter]},
-        b"/queue/evil": {"request_id": EVIL, "summary": EVIL, "gpus": [{**gpu, "obstacles": [{"text": EVIL}]}]},
+        b"/queue/evil": explanation,
+        b"/explain": explanation,
     }
 
     def answer(talk: Conversation) -> None:
@@ -234,7 +236,7 @@ def test_what_others_call_themselves_drives_no_terminal(programs: Programs) -> N
 
 def test_an_endpoint_that_cannot_be_used_does_not_hide_the_others(programs: Programs) -> None:
     memory = {"total_mb": 1000, "used_mb": 10, "free_mb": 990, "usage_percent": 1.0}
-    row = {"gpu_id": 0, "name": "Healthy", "uuid": None, "utilization_percent": 0, "memory": memory}
+    row = {"gpu_id": 0, "name": "Healthy", "uuid": None, "utilization_percent": 0, "memory": memory, "obstacles": []}
     stats = {"gpu_count": 1, "gpus": [row], "timestamp": "", "leases": [], "queue": []}
     with HostileServer(answer_json(stats)) as server:
         at = ["-e", server.url, "-e", "local://"]

@@ -175,7 +175,7 @@ def test_the_same_is_not_said_twice_and_nothing_where_silence_is_wanted(programs
     waiting.terminate()
     quiet.terminate()
     assert waiting.wait(10) == quiet.wait(10) == 143
-    said = r"gpu-pool: waiting \d+ s: one GPU: next in line; of 1 GPUs: 1 held\n"
+    said = r"gpu-pool: waiting \d+ s: one GPU: next in line; of 1 GPU: 1 held\n"
     assert re.fullmatch(said, waiting.err), waiting.err
     assert quiet.err == ""
 
