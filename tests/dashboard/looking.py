@@ -40,7 +40,7 @@ class Look:
         found = self.page.locator(selector)
         if text is not None:
             found = found.filter(has_text=text)
-        found.first.wait_for(state=state, timeout=1000 * seconds)
+        found.first.wait_for(state=state, timeout=1000 * max(seconds, PATIENCE_SECONDS))
         return found.first
 
     def wait_for_word(self, index: int, word: str, seconds: float = 10) -> None:

@@ -10,8 +10,6 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import threading
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -49,7 +47,6 @@ from gpu_worker_pool.errors import (
 )
 from gpu_worker_pool.hardware.leasable import readings_of, vanished_devices
 from gpu_worker_pool.hardware.processes import is_gone
-from gpu_worker_pool.hardware.readers.simulated import Holder
 from gpu_worker_pool.hardware.samples import DriverAnswer
 
 if TYPE_CHECKING:
@@ -67,14 +64,8 @@ LISTENING_MARGIN_SECONDS: Final = 0.25
 #: How often to look whether the processes that hold and wait are still there.
 WATCH_SECONDS: Final = 0.2
 WATCHED_WAITERS: Final = 32
-#: How long to leave alone a ledger that could not be opened.
-REOPEN_SECONDS: Final = 5.0
 #: Explaining takes the ledger's time, and everybody may look.
 EXPLAINED_LINES: Final = 20
-#: How long a ledger that somebody has locked may delay the first reading of simulated GPUs.
-HOLDERS_KNOWN_SECONDS: Final = 2.0
-#: Those who had a simulated GPU until then may have left memory in use.
-ENDED_HOLDERS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +94,22 @@ def owner_of(token: str) -> str:
 
 
 class LeaseDesk:
-    """`want_reading` is called when a reading begun after that moment is worth taking."""
+    """`want_reading` is called when a reading begun after that moment is worth taking.
+
+    `on_leases` is called with all leases whenever one has changed, and when they are first known, or cannot be.
+    """
 
     def __init__(
         self,
         open_ledger: Callable[[Tell], Ledger],
         want_reading: Callable[[float], object],
         *,
+        on_leases: Callable[[Iterable[Lease]], object] | None = None,
         idle_after_seconds: float = 1800.0,
+        reopen_seconds: float = 5.0,
         clock: Callable[[], float] = boot_time,
     ) -> None:
+        """`reopen_seconds`: how long to leave alone a ledger that could not be opened."""
         #: Called with everything that is committed, by whichever process.
         self.on_change: Callable[[Change], object] | None = None
         #: To look at, as far as this process was told: offered, held and in quarantine, by lease id, oldest first.
@@ -127,6 +124,8 @@ class LeaseDesk:
         self.usages = LeaseUsages(idle_after_seconds)
         self._open_ledger = open_ledger
         self._want_reading = want_reading
+        self._on_leases = on_leases or (lambda _: None)
+        self._reopen_seconds = reopen_seconds
         self._clock = clock
         self._ledger: Ledger | None = None
         self._why_closed = "the ledger is not open yet"
@@ -140,10 +139,6 @@ class LeaseDesk:
         self._unsubmitted: Sample | None = None
         self._is_observing = False
         self._watched_waiters = 0
-        self._ended_holders: deque[Holder] = deque(maxlen=ENDED_HOLDERS)
-        #: Who has which GPU, for simulated ones; replaced as a whole, so that any thread may read it.
-        self._holders: tuple[Holder, ...] = ()
-        self._holders_are_known = threading.Event()
 
     # --- life ---
 
@@ -182,7 +177,7 @@ class LeaseDesk:
             problem = str(error)
         else:
             return
-        self._holders_are_known.set()  # as far as they will be
+        self._on_leases(())  # as far as they will be known
         if self._why_closed != problem:
             self._why_closed = problem
             logger.error("no leases: %s", problem)
@@ -335,14 +330,6 @@ class LeaseDesk:
 
     # --- readings ---
 
-    def holders(self) -> tuple[Holder, ...]:
-        """What simulated GPUs show follows from this; for any thread but the loop's.
-
-        Read before it is known who holds them, they would look idle to everybody on this host.
-        """
-        self._holders_are_known.wait(HOLDERS_KNOWN_SECONDS)
-        return self._holders
-
     def take(self, sample: Sample) -> None:
         """What the host's GPUs show; called for every sample, in order."""
         if not isinstance(sample.answer, DriverAnswer):
@@ -393,7 +380,7 @@ class LeaseDesk:
         if committed.is_everything or any(
             isinstance(change.after, Lease) or isinstance(change.before, Lease) for change in changed
         ):
-            self._update_holders()
+            self._on_leases(self.leases.values())
         for request_id in committed.changes:
             self._wake(request_id)
         if any(isinstance(effect, ReadingWanted) for effect in committed.effects):
@@ -411,8 +398,6 @@ class LeaseDesk:
             self.leases[after.lease_id] = after
         elif after.lease is not None:
             before = self.leases.pop(after.lease.lease_id, before)
-            if before is not None:
-                self._ended_holders.extend(_holders_of(after.lease, until=after.at))
         return before
 
     def _forget_all_but(self, known: Mapping[str, Waiter | Lease | Outcome]) -> None:
@@ -424,16 +409,6 @@ class LeaseDesk:
             if request_id not in known:
                 del self.waiting[request_id]
                 self._wake(request_id)
-
-    def _update_holders(self) -> None:
-        holding = [
-            holder
-            for lease in self.leases.values()
-            if lease.state is not LeaseState.OFFERED
-            for holder in _holders_of(lease, until=lease.quarantine.since if lease.quarantine else None)
-        ]
-        self._holders = (*self._ended_holders, *holding)
-        self._holders_are_known.set()
 
     # --- those who wait here ---
 
@@ -457,12 +432,12 @@ class LeaseDesk:
     # --- rule 10: a process that is provably gone holds nothing, and waits for nothing ---
 
     async def _watch(self) -> None:
-        reopen_at = self._clock() + REOPEN_SECONDS
+        reopen_at = self._clock() + self._reopen_seconds
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             if self._ledger is None:
                 if self._clock() >= reopen_at:
-                    reopen_at = self._clock() + REOPEN_SECONDS
+                    reopen_at = self._clock() + self._reopen_seconds
                     self._open()
                 continue
             try:
@@ -537,18 +512,3 @@ def _name(pool: Pool, gpu_id: str) -> str:
         return f"GPU {gpu.index}"
     # Older drivers put the GPU's first, and the same for all, and the device's last.
     return f"GPU {gpu.index} {gpu_id if '/' in gpu_id else gpu_id[:12]}"
-
-
-def _holders_of(lease: Lease, until: float | None) -> list[Holder]:
-    return [
-        Holder(
-            held.uuid or held.gpu_id,
-            lease.granted_at,
-            until,
-            lease.request.wishes.memory_mb,
-            # Not another one's: what came after a grant is told from what was there before by its pid.
-            pid=100_000 + lease.fence,
-            name=lease.worker,
-        )
-        for held in lease.held
-    ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.desk.desk import LeaseDesk
+from gpu_worker_pool.desk.simulated_load import SimulatedLoad
 from gpu_worker_pool.hardware.host import host_sampler
 from gpu_worker_pool.ledger.host import open_host_ledger
 
@@ -35,6 +36,7 @@ class HostDesk:
         self._loop = asyncio.get_running_loop()
         self._on_sample = on_sample
         settings = settings or PoolSettings(poll_seconds=INTERVAL_SECONDS)
+        load = SimulatedLoad.of(backend)
         self._sampler = host_sampler(
             backend,
             interval_seconds=INTERVAL_SECONDS,
@@ -42,10 +44,12 @@ class HostDesk:
             # The only crossing from the sampler's thread to the loop's.
             on_sample=lambda sample: self._loop.call_soon_threadsafe(self._take, sample),
             state_dir=state_dir,
-            holders=lambda: self.desk.holders(),  # noqa: PLW0108  # the desk is made below
+            holders=tuple if load is None else load.holders,
         )
         self.desk = LeaseDesk(
-            lambda tell: open_host_ledger(backend, settings, tell, state_dir=state_dir), self._sampler.want_fresh
+            lambda tell: open_host_ledger(backend, settings, tell, state_dir=state_dir),
+            self._sampler.want_fresh,
+            on_leases=None if load is None else load.take,
         )
 
     @property

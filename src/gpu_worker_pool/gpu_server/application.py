@@ -19,6 +19,7 @@ from starlette.routing import Match, Route
 
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.desk.desk import LeaseDesk
+from gpu_worker_pool.desk.simulated_load import SimulatedLoad
 from gpu_worker_pool.gpu_server.api_docs import add_docs
 from gpu_worker_pool.gpu_server.dashboard.page import host_id
 from gpu_worker_pool.gpu_server.dashboard.peers import Fleet
@@ -73,6 +74,7 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
             if (shown := view.usable()) is not None and shown.sample is sample:
                 stream.publish_snapshot(lambda: snapshot_event(shown))
 
+        load = SimulatedLoad.of(settings.gpu_backend)
         sampler = host_sampler(
             settings.gpu_backend,
             interval_seconds=settings.refresh_interval,
@@ -81,14 +83,19 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
             on_sample=lambda sample: loop.call_soon_threadsafe(take, sample),
             state_dir=state_dir,
             reader=reader,
-            holders=lambda: desk.holders(),  # noqa: PLW0108  # the desk is made below
+            holders=tuple if load is None else load.holders,
         )
 
         def open_ledger(tell: Tell) -> Ledger:
             leases.has_place = _can_have_folder(state_dir)
             return open_host_ledger(settings.gpu_backend, _pool_settings(settings), tell, state_dir=state_dir)
 
-        desk = LeaseDesk(open_ledger, sampler.want_fresh, idle_after_seconds=settings.gpu_pool_idle_after)
+        desk = LeaseDesk(
+            open_ledger,
+            sampler.want_fresh,
+            on_leases=None if load is None else load.take,
+            idle_after_seconds=settings.gpu_pool_idle_after,
+        )
         news = LeaseNews(desk, stream)
         view = HostView(
             lambda: sampler.seen,
