@@ -6,9 +6,9 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core import LeaseState
 from gpu_worker_pool.hardware.readers.simulated import Holder
-from gpu_worker_pool.hardware.sampler import boot_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
