@@ -82,7 +82,8 @@ def calm_peer(**more: Any) -> dict[str, Any]:
     """What a peer with one idle GPU says, to whatever it is asked."""
     memory = {"total_mb": 24576, "used_mb": 0, "usage_percent": 0.0}
     gpu = {"gpu_id": 0, "name": "A10", "uuid": "GPU-0", "memory": memory, "utilization_percent": 0, "processes": []}
-    said = {"gpus": [{**gpu, "leases": []}], "sample_age_seconds": 0.1, "status": "healthy", "leases": [], "queue": []}
+    rows = [{**gpu, "leases": [], "obstacles": []}]
+    said = {"gpus": rows, "sample_age_seconds": 0.1, "status": "healthy", "leases": [], "queue": []}
     return {**said, "host_id": "calm", **more}
 
 

@@ -71,8 +71,9 @@ def test_home(server: ServerProcess) -> None:
     }
     assert home["endpoints"].items() >= documented.items()
     assert home["features"] == ["history", "metrics", "events", "dashboard", "leases"]
-    for path in home["endpoints"].keys() - {"/events"}:
+    for path in home["endpoints"].keys() - {"/events", "/explain"}:
         assert server.get(path).status == 200, path
+    assert server.get("/explain").status == 405, "it is asked by POST"
 
 
 def test_config(server: ServerProcess) -> None:
@@ -127,6 +128,7 @@ def test_stats(server: ServerProcess) -> None:
         "mig_enabled": False,
         "mig_devices": [],
         "leases": [],
+        "obstacles": [],
     }
 
 

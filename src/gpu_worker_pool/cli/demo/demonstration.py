@@ -149,13 +149,14 @@ class _Stage:
             with suppress(GPUWorkerPoolError):
                 seen = await hosts_view.everything_of(host)
                 self._show.see([Seen(host.endpoint, seen, None)], len(self._outcomes), total)
-                if len(seen["queue"] or ()) >= 3 and not has_explained:
+                queue = seen["queue"] or ()
+                # Not in a moment in which everything is just being given back.
+                if not has_explained and len(queue) >= 3 and any("held by" in why for why in queue[-1]["reasons"]):
                     has_explained = True
-                    self._explain(seen["queue"])
+                    self._explain(queue[-1])
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _explain(self, queue: list[dict[str, Any]]) -> None:
-        last = queue[-1]
+    def _explain(self, last: dict[str, Any]) -> None:
         self._show.say(f"why does {last['label']} wait? {last['reasons'][0]}")
         for reason in last["reasons"][1:]:
             self._show.say(f"    {reason}")
