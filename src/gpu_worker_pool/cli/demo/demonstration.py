@@ -149,7 +149,7 @@ class _Stage:
             with suppress(GPUWorkerPoolError):
                 seen = await hosts_view.everything_of(host)
                 self._show.see([Seen(host.endpoint, seen, None)], len(self._outcomes), total)
-                queue = seen["queue"] or ()
+                queue = seen["queue"] or []
                 # Not in a moment in which everything is just being given back.
                 if not has_explained and len(queue) >= 3 and any("held by" in why for why in queue[-1]["reasons"]):
                     has_explained = True
