@@ -608,6 +608,7 @@ def test_a_signal_handler_may_call_the_client(
 def test_control_c_ends_a_program_that_waits(server: ServerProcess, how: str) -> None:
     program = f"""
     import _thread
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests in the background ignores it
     with sync.GPUWorkerPoolClient(url) as client:
         with sync.GPUContextManager(client, count={GPUS}):
             threading.Timer(0.2, lambda: {how}).start()
