@@ -102,8 +102,8 @@ def test_several_gpus_of_one_lease(look: Look, server: ServerProcess) -> None:
 def test_the_queue_explains_itself_gpu_by_gpu(look: Look, server: ServerProcess) -> None:
     all_of_them = take(server, worker_id="first", count=8)
     waiting = take(server, worker_id="second", label="has to wait", count=3)
-    waiter = look.wait_for(".waiter", "second", seconds=2)
-    look.wait_for(".waiter .reasons li", "GPU 7 held by first", seconds=3)
+    waiter = look.wait_for(".waiter", "second")
+    look.wait_for(".waiter .reasons li", "GPU 7 held by first")
     text = words(waiter.inner_text())
     assert text.startswith("1 second has to wait")
     assert "3 GPUs: next in line" in text
@@ -112,7 +112,7 @@ def test_the_queue_explains_itself_gpu_by_gpu(look: Look, server: ServerProcess)
     assert "Waiting second (has to wait) for 3 GPUs" in look.events()
     look.keep("queue")
     give_up(server, waiting)
-    look.wait_for("#queue-empty", "Nobody waits.", seconds=2)
+    look.wait_for("#queue-empty", "Nobody waits.")
     assert look.page.locator(".waiter").count() == 0
     give_back(server, all_of_them)
 
@@ -121,9 +121,9 @@ def test_many_who_wait_can_be_opened_one_by_one(look: Look, server: ServerProces
     take(server, worker_id="first", count=8)
     for number in range(3):
         take(server, worker_id=f"waiter-{number}")
-    look.wait_for(".waiter:nth-child(3)", seconds=3)
+    look.wait_for(".waiter:nth-child(3)")
     look.page.locator(".waiter:nth-child(2) summary").click()
-    look.wait_for(".waiter:nth-child(2) .reasons li", "GPU 0 held by first", seconds=3)
+    look.wait_for(".waiter:nth-child(2) .reasons li", "GPU 0 held by first")
 
 
 # --- nothing that anybody says becomes markup ---
