@@ -155,23 +155,27 @@ class Pool:
 
     def grant_waiter(self, waiter: Waiter, gpus: tuple[GPUResourceState, ...], now: float) -> None:
         self._leave_queue(waiter, GRANTED)
-        self._grant(waiter.request, waiter.enqueued_at, waiter.asking_until, gpus, now, waiter.ask)
+        claim_until = None
+        if waiter.asking_until is not None and now > waiter.asking_until:
+            # Rule 9: an asker that does not listen just now has `claim_seconds` to come back, but for one that is to be
+            # given up sooner no GPU is kept longer than its place would have been.
+            claim_until = min(now + self.settings.claim_seconds, waiter.gives_up_at or math.inf)
+        self._grant(waiter.request, waiter.enqueued_at, claim_until, gpus, now, waiter.ask)
 
     def _grant(
         self,
         request: Request,
         requested_at: float,
-        asking_until: float | None,
+        claim_until: float | None,
         gpus: tuple[GPUResourceState, ...],
         now: float,
         ask: str,
     ) -> None:
-        """The one place that grants."""
+        """The one place that grants; `claim_until`: if it is not heard, when it must have been asked for."""
         self.fence = fence = self.fence + 1
-        # Rule 9: an asker that does not listen just now has `claim_seconds` to come back.
         state, expires_at = HELD, None
-        if asking_until is not None and now > asking_until:
-            state, expires_at = LeaseState.OFFERED, now + self.settings.claim_seconds
+        if claim_until is not None:
+            state, expires_at = LeaseState.OFFERED, claim_until
         elif request.ttl_seconds is not None:
             expires_at = now + request.ttl_seconds
         gpu = gpus[0]
@@ -434,7 +438,8 @@ class Pool:
         if isinstance(known, Waiter):
             # Not until this moment, but before: what is granted in the same one would be told to nobody.
             known.asking_until = now - 1.0
-            known.gives_up_at = now + self.settings.patience_seconds
+            # Most that hang up are gone, and others wait behind it.
+            known.gives_up_at = now + self.settings.claim_seconds
             self.set_waiter_timer(known)
             self.requests[event.request_id] = known
         elif known.state is HELD:

@@ -20,7 +20,7 @@ class PoolSettings:
     strategy: Strategy = "availability"
     #: How long others may overtake a waiter that wants more, or something rarer (rule 4).
     max_bypass_seconds: float = 60.0
-    #: How long a grant waits for an asker that is between two polls (rule 9).
+    #: How long a grant waits for an asker that is between two polls, and a place for one that hung up (rule 9).
     claim_seconds: float = 10.0
     #: How long after its last poll a waiter keeps its place (rule 9).
     patience_seconds: float = 30.0

@@ -232,6 +232,9 @@ class Oracle:
         assert lease.state is (LeaseState.HELD if is_heard else LeaseState.OFFERED), (
             "offered only to who does not listen"
         )
+        if not is_heard:
+            assert lease.expires_at is not None, "nobody may ever come for it"
+            assert now < lease.expires_at <= now + self.settings.claim_seconds, "kept for too long, or not at all"
         assert len(set(lease.gpu_ids)) == wishes.count, "all or none"
         assert len({self.cards[gpu_id].endpoint for gpu_id in lease.gpu_ids}) == 1, "never across endpoints"
         for gpu_id in lease.gpu_ids:

@@ -699,9 +699,32 @@ def test_rule_9_one_that_went_is_given_up_unless_it_comes_back(story: Story) -> 
     story.asks("holder")
     story.happens(Requested(Request("a", ttl_seconds=TTL), asking_until=story.now + 20, ask="only"))
     story.happens(StoppedListening("a", "only"), after=1.0)
-    story.happens(Ticked(), after=29.0)
+    story.happens(Ticked(), after=9.0)
     assert story.waits() == ["a"]
     assert Ended("a", RequestState.GIVEN_UP) in story.happens(Ticked(), after=1.0)
+
+
+def test_rule_9_no_gpu_is_kept_longer_for_one_that_went_than_its_place_would_be(story: Story) -> None:
+    story.reads(gpu(0))
+    story.asks("holder")
+    story.happens(Requested(Request("a", ttl_seconds=TTL), asking_until=story.now + 20, ask="only"))
+    story.happens(StoppedListening("a", "only"), after=1.0)
+    went_at = story.now
+    story.now += 7.0
+    story.releases("holder")
+    assert story.lease("a").state is LeaseState.OFFERED
+    assert story.lease("a").expires_at == pytest.approx(went_at + 10.0)
+
+
+def test_rule_9_no_gpu_is_kept_for_one_that_has_not_asked_for_longer_than_its_place_would_be(story: Story) -> None:
+    story.reads(gpu(0))
+    story.asks("holder")
+    last_heard = story.now + 1
+    story.asks("a", ttl=TTL, asking_until=last_heard)
+    story.now += 26.0
+    story.reads(gpu(0))
+    story.releases("holder")
+    assert story.lease("a").expires_at == pytest.approx(last_heard + 30.0)
 
 
 def test_rule_9_the_end_of_an_old_asking_says_nothing_of_a_newer_one(story: Story) -> None:
