@@ -29,7 +29,7 @@ demo: $(READY) ## see the pool at work
 	@$(BIN)/gpu-pool demo
 
 test: lint ## check style and types, run the tests
-	$(BIN)/python -m pytest -n 4 -m "not long"
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not long"
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -105,9 +105,18 @@ def looking(
 
 
 def take(server: ServerProcess, **wish: Any) -> dict[str, Any]:
-    """A lease, or a place in the queue."""
+    """A lease; a GPU that a test before had may need a moment until it shows itself free."""
+    return _ask(server, 201, {"wait_seconds": 20, **wish})
+
+
+def queue_up(server: ServerProcess, **wish: Any) -> dict[str, Any]:
+    """A place in the queue."""
+    return _ask(server, 202, wish)
+
+
+def _ask(server: ServerProcess, status: int, wish: dict[str, Any]) -> dict[str, Any]:
     reply = server.ask("POST", "/leases", {"ttl_seconds": 600, **wish})
-    assert reply.status in (201, 202), reply.body
+    assert reply.status == status, reply.body
     body: dict[str, Any] = reply.json
     return body
 

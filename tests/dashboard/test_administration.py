@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.dashboard.looking import ADMIN_KEY, KEYS, OTHER_KEY, Look, give_all_back, looking, take
+from tests.dashboard.looking import ADMIN_KEY, KEYS, OTHER_KEY, Look, give_all_back, looking, queue_up, take
 from tests.server_process import ServerProcess
 from tests.waiting import eventually
 
@@ -30,7 +30,7 @@ def server(running: ServerProcess) -> Iterator[ServerProcess]:
 @pytest.fixture
 def look(browser: Browser, server: ServerProcess) -> Iterator[Look]:
     take(server, worker_id="alice", label="all of it", count=3)
-    take(server, worker_id="bob", label="later")
+    queue_up(server, worker_id="bob", label="later")
     with looking(browser, server) as opened:
         opened.wait_for(".waiter", "bob")
         yield opened
@@ -58,7 +58,7 @@ def test_a_key_releases_a_lease_after_a_confirmation(look: Look, server: ServerP
 
 def test_what_people_write_rearranges_no_words_around_it(look: Look, server: ServerProcess) -> None:
     label = "\N{HEBREW LETTER SHIN}\N{HEBREW LETTER LAMED} 42"
-    take(server, worker_id="carol", label=label)
+    queue_up(server, worker_id="carol", label=label)
     look.use_key()
     look.wait_for(".waiter:has-text('carol') button").click()
     assert look.page.locator("#confirm-title bdi").inner_text() == "carol"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.dashboard.looking import KEYS, looking, take, words
+from tests.dashboard.looking import KEYS, looking, queue_up, take, words
 from tests.fakes.http_server import Conversation, HostileServer, answer_json, refusing_url
 from tests.server_process import ServerProcess, free_port
 from tests.waiting import eventually
@@ -38,7 +38,7 @@ def test_hosts_with_their_health_and_one_that_is_down(browser: Browser, tmp_path
             assert look.page.locator(".host").count() == 3
             # One that was never reached has no GPU to be counted, and is in trouble itself.
             eventually(lambda: [look.totals()[kind] for kind in ("held", "free", "trouble")] == [2, 2, 1])
-            take(other, worker_id="next")
+            queue_up(other, worker_id="next")
             waiter = look.wait_for(".waiter", "next on gpu-2")
             look.wait_for(".waiter .reasons li", "GPU 1 held by far-away")
             look.wait_for("#events li", "Silent")

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.dashboard.looking import take
+from tests.dashboard.looking import queue_up, take
 from tests.server_process import ServerProcess
 from tests.waiting import eventually
 
@@ -32,7 +32,7 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Metrics]:
     """By name, the labels of each line; of a server with somebody who holds and somebody who waits."""
     with ServerProcess(tmp_path_factory.mktemp("grafana"), GPU_BACKEND="simulated:1") as server:
         take(server, worker_id="holder")
-        take(server, worker_id="waiter")
+        queue_up(server, worker_id="waiter")
 
         def scrape() -> Metrics:
             found: Metrics = {"up": [{}]}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.dashboard.looking import KEYS, Look, give_all_back, give_back, give_up, looking, take, words
+from tests.dashboard.looking import KEYS, Look, give_all_back, give_back, give_up, looking, queue_up, take, words
 from tests.fakes.nvidia_smi import FakeNvidiaSMI, healthy_gpu
 from tests.server_process import ServerProcess
 from tests.waiting import eventually
@@ -101,7 +101,7 @@ def test_several_gpus_of_one_lease(look: Look, server: ServerProcess) -> None:
 
 def test_the_queue_explains_itself_gpu_by_gpu(look: Look, server: ServerProcess) -> None:
     all_of_them = take(server, worker_id="first", count=8)
-    waiting = take(server, worker_id="second", label="has to wait", count=3)
+    waiting = queue_up(server, worker_id="second", label="has to wait", count=3)
     waiter = look.wait_for(".waiter", "second")
     look.wait_for(".waiter .reasons li", "GPU 7 held by first")
     text = words(waiter.inner_text())
@@ -120,7 +120,7 @@ def test_the_queue_explains_itself_gpu_by_gpu(look: Look, server: ServerProcess)
 def test_many_who_wait_can_be_opened_one_by_one(look: Look, server: ServerProcess) -> None:
     take(server, worker_id="first", count=8)
     for number in range(3):
-        take(server, worker_id=f"waiter-{number}")
+        queue_up(server, worker_id=f"waiter-{number}")
     look.wait_for(".waiter:nth-child(3)")
     look.page.locator(".waiter:nth-child(2) summary").click()
     look.wait_for(".waiter:nth-child(2) .reasons li", "GPU 0 held by first")
@@ -131,7 +131,7 @@ def test_many_who_wait_can_be_opened_one_by_one(look: Look, server: ServerProces
 
 def test_a_hostile_label_is_text(look: Look, server: ServerProcess) -> None:
     take(server, label=HOSTILE, worker_id="eve", count=8)
-    take(server, label=HOSTILE, worker_id="eve")
+    queue_up(server, label=HOSTILE, worker_id="eve")
     look.use_key()
     for selector in (".holder", ".waiter", "#events li"):
         look.wait_for(selector, HOSTILE)
@@ -325,7 +325,7 @@ def test_a_browser_with_too_many_pages_open_is_told_so(look: Look, server: Serve
     """The stream has the last connection, so what is asked for besides never leaves the browser."""
     look.page.route("**/queue", lambda _: None)
     take(server, count=8)
-    take(server, worker_id="patient")
+    queue_up(server, worker_id="patient")
     look.wait_for("#queue-empty", "1 waits; who, is not known yet.")
     look.wait_for("#notice", "too many pages of this server are open in this browser", seconds=30)
     look.page.unroute_all()

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.dashboard.looking import ADMIN_KEY, KEYS, Look, give_all_back, looking, take, words
+from tests.dashboard.looking import ADMIN_KEY, KEYS, Look, give_all_back, looking, queue_up, take, words
 from tests.server_process import ServerProcess
+from tests.waiting import eventually
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -32,7 +33,7 @@ def server(running: ServerProcess) -> Iterator[ServerProcess]:
     for number in range(2):
         take(running, worker_id=f"worker-{number}", label=LONG_LABEL)
     take(running, worker_id="sharing", memory_mb=4096, share=True)
-    take(running, worker_id="w" * 64, label=LONG_LABEL, count=8)
+    queue_up(running, worker_id="w" * 64, label=LONG_LABEL, count=8)
     yield running
     give_all_back(running)
 
@@ -135,18 +136,20 @@ def test_everything_can_be_done_by_keyboard(look: Look, server: ServerProcess) -
     tab_to("Release the lease of worker-0")
     page.keyboard.press("Enter")
     # What changes nothing is where one begins.
-    assert focused() == "confirm-no"
+    eventually(lambda: focused() == "confirm-no")
     page.keyboard.press("Escape")
-    assert "Release the lease of worker-0" in focused(), "one is back where one was"
+    # One is back where one was.
+    eventually(lambda: "Release the lease of worker-0" in focused())
     page.keyboard.press("Enter")
     tab_to("confirm-yes")
     page.keyboard.press("Enter")
     look.wait_for(".holder:has-text('worker-0')", state="detached")
-    assert focused() == "gpus-title", "its button is gone: one is left near it"
+    # Its button is gone: one is left near it.
+    eventually(lambda: focused() == "gpus-title")
     tab_to("Why ")
     before = page.locator(".waiter details").first.get_attribute("open")
     page.keyboard.press("Enter")
-    assert page.locator(".waiter details").first.get_attribute("open") != before
+    eventually(lambda: page.locator(".waiter details").first.get_attribute("open") != before)
 
 
 def test_a_screen_reader_finds_its_way(look: Look) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import gzip
 import json
@@ -364,15 +365,16 @@ def _note_connections(event: str, arguments: tuple[Any, ...]) -> None:
         _connected_to.append(arguments[1])
 
 
-@pytest.fixture(scope="module")
-def audit() -> None:
-    # Cannot be removed again, and costs next to nothing.
+@functools.cache
+def _note_all_connections() -> None:
+    # Once in a process: it cannot be removed again, and costs next to nothing.
     sys.addaudithook(_note_connections)
 
 
 @pytest.fixture
-def connected_to(audit: None) -> list[object]:
+def connected_to() -> list[object]:
     """Every address this process tries to connect to from here on, by whatever library."""
+    _note_all_connections()
     _connected_to.clear()
     return _connected_to
 

@@ -536,6 +536,12 @@ INTERRUPT = """
     def interrupt(*_):
         raise Interrupted
 
+    def tell_unless_interrupted(unraisable):
+        if unraisable.exc_type is not Interrupted:
+            sys.__unraisablehook__(unraisable)
+
+    # What is raised while Python forgets a weak reference is told, and then goes no further: as if nothing had come.
+    sys.unraisablehook = tell_unless_interrupted
     signal.signal(signal.SIGALRM, interrupt)
     client = sync.GPUWorkerPoolClient(url)
 """
