@@ -50,7 +50,7 @@ class History:
     forgotten: list[str]
     #: By pid, when workers stood still: they were paused, or got no processor.
     stalls: dict[int, list[Span]]
-    #: When there was no server.
+    #: When there was no server, or nobody could write to the ledger.
     away: Sequence[Span] = ()
 
     @classmethod
@@ -126,5 +126,5 @@ class History:
         return found
 
     def _is_excused(self, holding: Holding, lost_at: float) -> bool:
-        """Whether a loss is no wonder: its holder stood still meanwhile, or its server was away."""
+        """Whether a loss is no wonder: its holder stood still meanwhile, or nobody was there to renew it."""
         return any(span.meets(holding.told_at, lost_at) for span in [*self.stalls[holding.pid], *self.away])

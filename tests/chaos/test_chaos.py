@@ -37,6 +37,8 @@ class Workers:
 
     def __init__(self, endpoint: str, folder: Path, state: Path, draw: random.Random) -> None:
         self.killed_at: dict[int, float] = {}
+        #: When one of them was.
+        self.paused: list[Span] = []
         self._endpoint, self._folder, self._draw = endpoint, folder, draw
         self._env = os.environ | {
             "GPU_BACKEND": f"simulated:{GPUS}",
@@ -59,9 +61,11 @@ class Workers:
 
     def pause_one(self, seconds: float) -> None:
         victim = self._running[self._draw.randrange(WORKERS)]
+        paused_at = time.monotonic()
         victim.send_signal(signal.SIGSTOP)
         time.sleep(seconds)
         victim.send_signal(signal.SIGCONT)
+        self.paused.append(Span(paused_at, time.monotonic()))
 
     def granted(self) -> int:
         return sum(path.read_bytes().count(b'"granted"') for path in self._folder.glob("worker-*.jsonl"))
@@ -168,7 +172,8 @@ def run_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reques
     with workers_of("local://", tmp_path, state, draw) as workers:
         wreak_havoc(workers, draw, requests, None)
         workers.finish()
-        judge(workers, tmp_path / "histories", requests)
+        # Fault 33: one that is paused inside a transaction keeps everybody from renewing until it goes on.
+        judge(workers, tmp_path / "histories", requests, away=workers.paused)
     assert len(asyncio.run(all_can_be_had("local://"))) == GPUS
 
 

@@ -329,6 +329,11 @@ class SideBySide(Histories):
         for row in saved["gpus"]:
             row["is_gone"] = False
         if is_reboot:
+            # And so is how much has been forgotten since the last stamp.
+            ended = map(
+                json.loads, place.read("SELECT data FROM requests WHERE ended_at IS NOT NULL ORDER BY ended_at")
+            )
+            saved["outcomes"] = [row for row in ended if stamp - row["at"] < self.settings_of_pool.remember_seconds]
             self.files.boot += 1
             self.has_rebooted = True
             self.now = 3.0
