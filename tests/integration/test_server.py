@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -12,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from tests.fakes.nvidia_smi import FakeNvidiaSMI, healthy_gpu
 from tests.server_process import ServerProcess
@@ -484,6 +486,25 @@ def test_a_stream_begins_with_health_and_the_newest_snapshot(server: ServerProce
 def test_asking_for_the_head_of_a_stream_ends(server: ServerProcess) -> None:
     reply = server.get("/events", method="HEAD")
     assert (reply.status, reply.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+
+
+async def test_a_compressed_stream_tells_the_same_as_soon_and_ends_as_it_should(tmp_path: Path) -> None:
+    """Read by a client that unpacks by itself, and would say that the end is missing."""
+    with ServerProcess(tmp_path, GPU_BACKEND="simulated:8") as server:
+        async with aiohttp.ClientSession() as session, session.get(f"{server.url}/events") as stream:
+            assert stream.headers["content-encoding"] == "gzip"
+            assert "accept-encoding" in stream.headers["vary"]
+            ages = []
+            async for line in stream.content:
+                if line.startswith(b"data: ") and b"sample_age_seconds" in line:
+                    data = json.loads(line.removeprefix(b"data: "))
+                    ages.append(time.time() - datetime.fromisoformat(data["timestamp"]).timestamp())
+                    if len(ages) == 4:
+                        break
+            assert max(ages) < 3, "it is not kept back"
+            await asyncio.to_thread(server.terminate)
+            await stream.content.read()
+        assert "Traceback" not in server.log
 
 
 def test_the_end_comes_within_five_seconds_with_open_streams(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`/events`: a stream of what happens, the same bytes to everybody who listens.
+"""`/events`: a stream of what happens, the same bytes to everybody who listens, compressed once for all who want that.
 
 Whoever reads slowly misses snapshots, of which the newest counts, but no other event; and delays nobody.
 """
@@ -9,8 +9,10 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from gpu_worker_pool.gpu_server.compression import GzipStream, accepts_gzip, gzip_part
 from gpu_worker_pool.gpu_server.connected import until_gone
 
 if TYPE_CHECKING:
@@ -35,6 +37,22 @@ def json_event(name: str, data: dict[str, Any]) -> bytes:
     return event(name, json.dumps(data, allow_nan=False).encode())
 
 
+class _Chunk:
+    """What is sent to all who listen."""
+
+    __slots__ = ("_packed", "plain")
+
+    def __init__(self, plain: bytes) -> None:
+        self.plain = plain
+        self._packed: bytes | None = None
+
+    @property
+    def packed(self) -> bytes:
+        if self._packed is None:
+            self._packed = gzip_part(self.plain)
+        return self._packed
+
+
 class EventStream:
     """Belongs to one event loop; everything here is called in its thread."""
 
@@ -53,13 +71,14 @@ class EventStream:
         if not self._listeners:
             return
         self._published_at = self._loop.time()
-        chunk = make()
+        chunk = _Chunk(make())
         for listener in self._listeners:
             listener.newest = chunk
             listener.wake()
 
-    def publish(self, chunk: bytes) -> None:
+    def publish(self, plain: bytes) -> None:
         self._published_at = self._loop.time()
+        chunk = _Chunk(plain)
         for listener in self._listeners:
             listener.keep(chunk)
             listener.wake()
@@ -74,23 +93,23 @@ class EventStream:
         for listener in self._listeners:
             listener.wake()
 
-    async def serve(self, receive: Receive, send: Send, first: Callable[[], bytes]) -> None:
+    async def serve(self, receive: Receive, send: Send, first: Callable[[], bytes], *, is_packed: bool = False) -> None:
         """`first` says what is now; it is asked in the moment from which on everything is told."""
-        listener = _Listener()
+        listener = _PackedListener() if is_packed else _Listener()
         # `send` never says that nobody reads any more.
         watch = asyncio.create_task(until_gone(receive))
         watch.add_done_callback(lambda _: listener.wake())
         self._listeners.add(listener)
-        chunk = _RETRY + first()
+        body = listener.beginning(_Chunk(_RETRY + first()))
         try:
             while not (self._is_stopped or watch.done() or listener.is_lost):
-                if chunk:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
                 else:
                     listener.waiting = self._loop.create_future()
                     await listener.waiting
-                chunk = listener.take()
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                body = listener.take()
+            await send({"type": "http.response.body", "body": listener.end(), "more_body": False})
         finally:
             self._listeners.discard(listener)
             watch.cancel()
@@ -102,27 +121,58 @@ class _Listener:
     __slots__ = ("_kept", "is_lost", "newest", "waiting")
 
     def __init__(self) -> None:
-        self.newest = b""
-        self._kept: list[bytes] = []
+        self.newest: _Chunk | None = None
+        self._kept: list[_Chunk] = []
         #: So far behind that something had to be left out.
         self.is_lost = False
         self.waiting: asyncio.Future[None] | None = None
 
-    def keep(self, chunk: bytes) -> None:
+    def keep(self, chunk: _Chunk) -> None:
         if len(self._kept) < MOST_KEPT:
             self._kept.append(chunk)
         else:
             self.is_lost = True
 
     def take(self) -> bytes:
-        chunk = b"".join([*self._kept, self.newest])
+        if self.newest is not None:
+            self._kept.append(self.newest)
+        body = b"".join(map(self._bytes_of, self._kept))
         self._kept.clear()
-        self.newest = b""
-        return chunk
+        self.newest = None
+        return body
+
+    def beginning(self, first: _Chunk) -> bytes:
+        return self._bytes_of(first)
+
+    def end(self) -> bytes:
+        return b""
+
+    def _bytes_of(self, chunk: _Chunk) -> bytes:
+        return chunk.plain
 
     def wake(self) -> None:
         if self.waiting is not None and not self.waiting.done():
             self.waiting.set_result(None)
+
+
+class _PackedListener(_Listener):
+    """One that can read gzip: what is said of many GPUs is much the same every time."""
+
+    __slots__ = ("_gzip",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gzip = GzipStream()
+
+    def beginning(self, first: _Chunk) -> bytes:
+        return self._gzip.beginning + super().beginning(first)
+
+    def end(self) -> bytes:
+        return self._gzip.end()
+
+    def _bytes_of(self, chunk: _Chunk) -> bytes:
+        self._gzip.count(chunk.plain)
+        return chunk.packed
 
 
 class EventStreamResponse(Response):
@@ -131,14 +181,17 @@ class EventStreamResponse(Response):
     media_type = "text/event-stream"
 
     def __init__(self, stream: EventStream, first: Callable[[], bytes]) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        super().__init__(headers={"cache-control": "no-store", "vary": "accept-encoding", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._stream = stream
         self._first = first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_packed = accepts_gzip(Headers(scope=scope).get("accept-encoding", ""))
+        if is_packed:
+            self.headers["content-encoding"] = "gzip"
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         if scope["method"] == "HEAD":
             await send({"type": "http.response.body", "body": b""})
         else:
-            await self._stream.serve(receive, send, self._first)
+            await self._stream.serve(receive, send, self._first, is_packed=is_packed)

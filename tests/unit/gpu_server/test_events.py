@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import random
+import zlib
 from typing import Any
+
+import pytest
 
 from gpu_worker_pool.gpu_server import events
 from gpu_worker_pool.gpu_server.events import EventStream
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "packed"], autouse=True)
+def is_packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """To both kinds of listeners all of this is promised."""
+    monkeypatch.setattr(Listener, "is_packed", request.param)
+    return bool(request.param)
+
+
 class Listener:
     """The other end of a connection, which reads only while it is told to."""
+
+    is_packed = False
 
     def __init__(self, stream: EventStream, first: bytes = b"first;") -> None:
         self.received: list[bytes] = []
@@ -18,7 +32,8 @@ class Listener:
         self.reads.set()
         self.is_ended = False
         self._gone = asyncio.Event()
-        self.task = asyncio.create_task(stream.serve(self._receive, self._send, lambda: first))
+        serving = stream.serve(self._receive, self._send, lambda: first, is_packed=self.is_packed)
+        self.task = asyncio.create_task(serving)
 
     def leave(self) -> None:
         self._gone.set()
@@ -34,7 +49,11 @@ class Listener:
 
     @property
     def text(self) -> bytes:
-        return b"".join(self.received).removeprefix(b"retry: 2000\n\n")
+        body = b"".join(self.received)
+        if self.is_packed:
+            # Everything that has come can be read, also while the stream goes on.
+            body = gzip.decompress(body) if self.is_ended else zlib.decompressobj(31).decompress(body)
+        return body.removeprefix(b"retry: 2000\n\n")
 
 
 async def settle() -> None:
@@ -161,3 +180,27 @@ async def test_a_cancelled_stream_ends_and_is_forgotten() -> None:
     await asyncio.gather(listener.task, return_exceptions=True)
     assert listener.task.cancelled()
     assert not stream._listeners
+
+
+async def test_what_is_large_and_alike_becomes_small_and_is_made_so_once_for_all(
+    is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(
+        events, "gzip_part", lambda plain, make=events.gzip_part: (made.append(len(plain)), make(plain))[1]
+    )
+    draw = random.Random(3)
+    snapshots = [b"".join(b"gpu %d uses %d;" % (gpu, draw.randrange(10**6)) for gpu in range(500)) for _ in range(20)]
+    stream = EventStream()
+    listeners = [Listener(stream) for _ in range(5)]
+    await settle()
+    begun = len(made)
+    for snapshot in snapshots:
+        stream.publish_snapshot(lambda snapshot=snapshot: snapshot)  # type: ignore[misc]
+        await settle()
+    stream.stop()
+    await asyncio.gather(*(listener.task for listener in listeners))
+    assert all(listener.text == b"first;" + b"".join(snapshots) for listener in listeners)
+    assert made[begun:] == (list(map(len, snapshots)) if is_packed else [])
+    sent = sum(map(len, listeners[0].received))
+    assert sent < (0.5 if is_packed else 1.1) * sum(map(len, snapshots))
