@@ -106,10 +106,11 @@ def test_the_queue_explains_itself_gpu_by_gpu(look: Look, server: ServerProcess)
     look.wait_for(".waiter .reasons li", "GPU 7 held by first")
     text = words(waiter.inner_text())
     assert text.startswith("1 second has to wait")
-    assert "3 GPUs: next in line" in text
+    assert "3 GPUs: next in line; 0 of 3 free; of 8 GPUs: 8 held" in text
     assert look.page.locator(".waiter .reasons li").count() == 8
     assert look.totals()["waiting"] == 1
     assert "Waiting second (has to wait) for 3 GPUs" in look.events()
+    assert "Granted GPUs 0, 1, 2, 3, 4, 5, 6 and 7 to first" in look.events()
     look.keep("queue")
     give_up(server, waiting)
     look.wait_for("#queue-empty", "Nobody waits.")

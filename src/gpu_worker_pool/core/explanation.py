@@ -117,5 +117,6 @@ def _verdict(pool: Pool, wishes: Wishes, gpus: list[GPUExplanation], impossible:
         return "could be granted now", False
     why = Counter(gpu.obstacles[0].kind for gpu in gpus if gpu.obstacles)
     reasons = ", ".join(f"{number} {kind.value.replace('_', ' ')}" for kind, number in why.most_common())
-    lacking = f"{most} of {wishes.count} free on one endpoint; " if wishes.count > 1 else ""
+    together = " on one endpoint" if len(pool.allocator.endpoints) > 1 else ""
+    lacking = f"{most} of {wishes.count} free{together}; " if wishes.count > 1 else ""
     return f"{lacking}of {len(gpus)} {'GPU' if len(gpus) == 1 else 'GPUs'}: {reasons}", True

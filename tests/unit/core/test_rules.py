@@ -1082,6 +1082,16 @@ def test_rule_12_every_gpu_is_explained_with_its_numbers(story: Story) -> None:
     assert explain(story.pool, "a", story.now) is None, "it does not wait"
 
 
+def test_rule_12_how_many_gpus_there_are_together_is_told(story: Story) -> None:
+    story.reads(gpu(0), gpu(1))
+    story.asks("a")
+    two = Wishes(count=2)
+    assert explain_wishes(story.pool, two, story.now).summary == "2 GPUs: next in line; 1 of 2 free; of 2 GPUs: 1 held"
+    story.reads(gpu(2), endpoint_id="other")
+    summary = "2 GPUs: next in line; 1 of 2 free on one endpoint; of 3 GPUs: 1 held"
+    assert explain_wishes(story.pool, two, story.now).summary == summary
+
+
 def test_rule_12_wishes_can_be_explained_before_they_are_asked(story: Story) -> None:
     assert explain_wishes(story.pool, PLAIN, story.now).summary == "one GPU: no GPU is known yet"
     story.reads(gpu(0))

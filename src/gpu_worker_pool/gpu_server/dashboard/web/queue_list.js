@@ -47,7 +47,7 @@ class WaiterLine {
     this.button = makeButton("Remove…", () => removal.ask(this.#row));
     this.element = make(
       "li", "waiter",
-      make("div", "waiter-head", this.position, make("span", "who-line", this.name, " ", this.label, " ", this.where), this.time),
+      make("div", "waiter-head", this.position, (this.who = make("span", "who-line", this.name, " ", this.label, " ", this.where)), this.time),
       this.summary, this.details, this.button,
     );
   }
@@ -65,6 +65,7 @@ class WaiterLine {
     setText(this.position, String(row.position ?? ""));
     setText(this.name, nameOf(row));
     setText(this.label, row.label ?? "");
+    setAttribute(this.who, "title", [nameOf(row), row.label].filter(Boolean).join(" · "));
     setText(this.where, isAlone ? "" : phrase`on ${host.name}`);
     setText(this.time, duration(secondsSince(row.since)));
     const summary = row.reasons?.[0];
