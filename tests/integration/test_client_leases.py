@@ -252,8 +252,8 @@ async def test_a_callback_that_takes_its_time_delays_neither_renewals_nor_the_st
     assert leases(server) == []
     assert told == []
     may_return.set()
-    await until(lambda: told == [lost])
     await until(lambda: "gpu-pool on_lease_lost" not in {thread.name for thread in threading.enumerate()})
+    assert told == [lost]
 
 
 async def test_a_callback_may_stop_the_client(server: ServerProcess) -> None:

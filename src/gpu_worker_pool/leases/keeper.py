@@ -154,6 +154,8 @@ class LeaseKeeper:
     async def _give_back_everything(self) -> None:
         held = list(self._held.values())
         for _, lease, _ in held:
+            # At once: a renewal that is answered in this moment must not take it for a loss.
+            self._forget(lease)
             lease.life.end(End.LOST, "the client that held it was stopped, and gave it back")
         releasing = [self._send_release(service, lease) for service, lease, _ in held]
         await asyncio.gather(*releasing, return_exceptions=True)

@@ -237,6 +237,26 @@ def test_a_stop_gives_everything_back(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.records == []
 
 
+def test_what_a_stop_gives_back_is_no_loss_to_be_told(keeper: LeaseKeeper, lost: list[object]) -> None:
+    """Also if a renewal is answered in the same moment."""
+    is_asked, answer = threading.Event(), asyncio.Event()
+
+    class Dawdling(FakeLeaseService):
+        async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
+            is_asked.set()
+            await answer.wait()
+            await super().renew(lease, timeout_seconds=timeout_seconds)
+
+    lease = hold(keeper, Dawdling(), ttl_seconds=1.5)
+    is_asked.wait(10)
+    keeper.call(time.sleep, 0.1)  # what follows happens to it at once
+    stopped = keeper.want_stop()
+    keeper.call(answer.set)
+    stopped.result(timeout=10)
+    assert lease.life.is_lost, "its holder may ask"
+    assert lost == []
+
+
 def test_a_stop_does_not_wait_for_a_server_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
