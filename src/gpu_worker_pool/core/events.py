@@ -81,6 +81,8 @@ class StoppedListening:
     request_id: str
     #: Which asking. Its asker may have asked again since: what another asking waits for, or was told, stays as it is.
     ask: str
+    #: Whether it is the asker who went, and not whoever would have answered, as when a server stops.
+    is_gone: bool = True
 
 
 @record

@@ -438,8 +438,9 @@ class Pool:
         if isinstance(known, Waiter):
             # Not until this moment, but before: what is granted in the same one would be told to nobody.
             known.asking_until = now - 1.0
-            # Most that hang up are gone, and others wait behind it.
-            known.gives_up_at = now + self.settings.claim_seconds
+            # Most that hang up are gone for good, and others wait behind them.
+            settings = self.settings
+            known.gives_up_at = now + (settings.claim_seconds if event.is_gone else settings.patience_seconds)
             self.set_waiter_timer(known)
             self.requests[event.request_id] = known
         elif known.state is HELD:

@@ -254,9 +254,12 @@ class LeaseDesk:
                 raise RequestEndedError(state=effect.state.value, reasons=effect.reasons)
         return None
 
-    async def stopped_listening(self, request_id: str, ask: str) -> None:
-        """Nobody hears the answer to this asking: it keeps its place, and what it was or will be granted is offered."""
-        await self._submit_quietly(StoppedListening(request_id, ask))
+    async def stopped_listening(self, request_id: str, ask: str, *, is_gone: bool = True) -> None:
+        """Nobody hears the answer to this asking: it keeps its place, and what it was or will be granted is offered.
+
+        `is_gone`: its asker is; else nobody is here to answer.
+        """
+        await self._submit_quietly(StoppedListening(request_id, ask, is_gone))
 
     async def cancel(self, request_id: str, by: str | None) -> bool:
         """Take a request back, and what it was granted in the same instant; whether there was anything to take back."""

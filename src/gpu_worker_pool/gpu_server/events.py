@@ -109,7 +109,8 @@ class EventStream:
                     listener.waiting = self._loop.create_future()
                     await listener.waiting
                 body = listener.take()
-            await send({"type": "http.response.body", "body": listener.end(), "more_body": False})
+            # With what it was about to be sent, which the end of a packed one counts.
+            await send({"type": "http.response.body", "body": body + listener.end(), "more_body": False})
         finally:
             self._listeners.discard(listener)
             watch.cancel()

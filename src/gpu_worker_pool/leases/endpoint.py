@@ -30,9 +30,9 @@ MOST_POLLS = 256
 MOST_POLLS_IN_ALL = 1024
 #: So many ask an endpoint for the first time at once.
 MOST_FIRST_ASKS = 64
-#: An endpoint that does not answer is asked again after so long, doubled each time, by one place at a time: sooner than
-#: what it grants meanwhile to those who do not listen is taken back.
-SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 5.0
+#: An endpoint that does not answer is asked again after so long, doubled each time, by one place at a time: after a
+#: short trouble sooner than the places of those whose connections broke are given up.
+SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 3.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -704,6 +704,16 @@ def test_rule_9_one_that_went_is_given_up_unless_it_comes_back(story: Story) -> 
     assert Ended("a", RequestState.GIVEN_UP) in story.happens(Ticked(), after=1.0)
 
 
+def test_rule_9_one_whose_server_stops_has_as_long_as_between_two_polls(story: Story) -> None:
+    story.reads(gpu(0))
+    story.asks("holder")
+    story.happens(Requested(Request("a", ttl_seconds=TTL), asking_until=story.now + 20, ask="only"))
+    story.happens(StoppedListening("a", "only", is_gone=False), after=1.0)
+    story.happens(Ticked(), after=29.0)
+    assert story.waits() == ["a"]
+    assert Ended("a", RequestState.GIVEN_UP) in story.happens(Ticked(), after=1.0)
+
+
 def test_rule_9_no_gpu_is_kept_longer_for_one_that_went_than_its_place_would_be(story: Story) -> None:
     story.reads(gpu(0))
     story.asks("holder")

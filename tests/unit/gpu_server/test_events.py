@@ -137,6 +137,18 @@ async def test_who_is_hopelessly_behind_is_let_go() -> None:
     deaf.reads.set()
     await asyncio.wait_for(deaf.task, 5)
     assert deaf.is_ended
+    assert deaf.text == b"first;x" + b"y" * events.MOST_KEPT
+
+
+async def test_what_is_told_last_is_told_also_to_who_comes_last() -> None:
+    stream = EventStream()
+    listener = Listener(stream)
+    await settle()
+    stream.publish(b"last;")
+    stream.stop()
+    late = Listener(stream)
+    await asyncio.gather(listener.task, late.task)
+    assert (listener.text, late.text) == (b"first;last;", b"first;")
 
 
 async def test_a_snapshot_nobody_listens_to_is_not_built() -> None:

@@ -177,7 +177,7 @@ class LeaseAPI:
             await desk.stopped_listening(request.request_id, ask)
             return None
         except PoolStoppedError:
-            await desk.stopped_listening(request.request_id, ask)
+            await desk.stopped_listening(request.request_id, ask, is_gone=False)
             raise
         if isinstance(found, Lease) and is_gone(call.receive):
             await desk.stopped_listening(request.request_id, ask)

@@ -46,8 +46,9 @@ class Desk:
         self.answers.append(asyncio.get_running_loop().create_future())
         return await self.answers[-1]
 
-    async def stopped_listening(self, request_id: str, ask: str) -> None:
-        self.told.append(f"{request_id} does not hear of asking {self.asks.index(ask)}")
+    async def stopped_listening(self, request_id: str, ask: str, *, is_gone: bool = True) -> None:
+        what = "does not hear" if is_gone else "is not told"
+        self.told.append(f"{request_id} {what} of asking {self.asks.index(ask)}")
 
     def token_for(self, _request_id: str) -> str:
         return "t" * 40
@@ -155,7 +156,7 @@ async def test_a_stop_is_told_and_the_place_is_kept(api: LeaseAPI, desk: Desk) -
     await settle()
     desk.answers[0].set_exception(PoolStoppedError())
     await call.task
-    assert (call.status, desk.told) == (503, ["r does not hear of asking 0"])
+    assert (call.status, desk.told) == (503, ["r is not told of asking 0"]), "it is not the asker who went"
 
 
 async def test_an_old_connection_that_breaks_leaves_the_new_one_listening(monkeypatch: pytest.MonkeyPatch) -> None:

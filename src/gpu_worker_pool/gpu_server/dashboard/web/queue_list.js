@@ -65,7 +65,7 @@ class WaiterLine {
     setText(this.position, String(row.position ?? ""));
     setText(this.name, nameOf(row));
     setText(this.label, row.label ?? "");
-    setAttribute(this.who, "title", [nameOf(row), row.label].filter(Boolean).join(" · "));
+    setAttribute(this.who, "title", [nameOf(row), row.label, isAlone ? "" : host.name].filter(Boolean).join(" · "));
     setText(this.where, isAlone ? "" : phrase`on ${host.name}`);
     setText(this.time, duration(secondsSince(row.since)));
     const summary = row.reasons?.[0];

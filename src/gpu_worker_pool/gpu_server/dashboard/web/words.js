@@ -64,7 +64,7 @@ export function nameOf(holder) {
 
 /** "GPU 3" or "GPUs 1, 2 and 5". */
 export function gpuNames(gpus) {
-  const numbers = (gpus ?? []).map((gpu) => String(gpu.gpu_id ?? "?")).sort((one, other) => one - other);
+  const numbers = (gpus ?? []).map((gpu) => String(gpu.gpu_id ?? "?")).sort((one, other) => one.localeCompare(other, "en", { numeric: true }));
   if (numbers.length === 0) return "no GPU";
   if (numbers.length === 1) return `GPU ${numbers[0]}`;
   if (numbers.length > 8) return `${numbers.length} GPUs`;
