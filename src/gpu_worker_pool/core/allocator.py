@@ -228,18 +228,20 @@ class GPUAllocator:
         """Why this endpoint can never serve it, or None. A GPU that is only missing for now counts."""
         known = [gpu.last_seen for gpu in endpoint.gpus.values() if gpu.last_seen is not None and not gpu.is_gone]
         possible = 0
-        why_not: dict[str, list[str]] = {}
+        why_not: dict[str, list[int]] = {}
         for reading in known:
             lasting = next(lasting_obstacles(reading, wishes, self.settings), None)
             if lasting is not None:
-                why_not.setdefault(lasting.text, []).append(str(reading.index))
+                why_not.setdefault(lasting.text, []).append(reading.index)
                 continue
             possible += 1
             if possible == wishes.count:
                 return None
         where = f"{endpoint.endpoint_id}: " if endpoint.endpoint_id else ""
         asked = f"{wishes.count} GPUs asked for, " if wishes.count > 1 else ""
-        why = "; ".join(f"GPU {', '.join(indices)}: {text}" for text, indices in why_not.items())
+        # Not in the order in which they came to be known, which is another one in every process.
+        by_index = sorted((sorted(indices), text) for text, indices in why_not.items())
+        why = "; ".join(f"GPU {', '.join(map(str, indices))}: {text}" for indices, text in by_index)
         return f"{where}{asked}{possible} of {len(known)} could ever serve it{f' ({why})' if why else ''}"
 
     # Inside

@@ -1092,6 +1092,14 @@ def test_rule_12_every_gpu_is_explained_with_its_numbers(story: Story) -> None:
     assert explain(story.pool, "a", story.now) is None, "it does not wait"
 
 
+def test_rule_5_gpus_are_named_in_order_whichever_was_known_first(story: Story) -> None:
+    story.reads(gpu(2), gpu(0))
+    story.reads(gpu(0), gpu(1), gpu(2))
+    told = story.asks("a", wishes=Wishes(gpu_model="B200"))
+    (ended,) = [effect for effect in told if isinstance(effect, Ended)]
+    assert "(GPU 0, 1, 2: " in ended.reasons[0]
+
+
 def test_rule_12_how_many_gpus_there_are_together_is_told(story: Story) -> None:
     story.reads(gpu(0), gpu(1))
     story.asks("a")
