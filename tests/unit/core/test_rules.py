@@ -694,22 +694,17 @@ def test_rule_9_one_that_went_keeps_its_place_and_is_only_offered_a_gpu(story: S
     assert story.lease("a").state is LeaseState.OFFERED, "in the same moment already"
 
 
-def test_rule_9_one_that_went_is_given_up_unless_it_comes_back(story: Story) -> None:
+@pytest.mark.parametrize(
+    ("is_gone", "kept_seconds"), [(True, 10.0), (False, 30.0)], ids=["it went", "its server stops"]
+)
+def test_rule_9_one_that_nobody_answers_is_given_up_unless_it_comes_back(
+    story: Story, is_gone: bool, kept_seconds: float
+) -> None:
     story.reads(gpu(0))
     story.asks("holder")
     story.happens(Requested(Request("a", ttl_seconds=TTL), asking_until=story.now + 20, ask="only"))
-    story.happens(StoppedListening("a", "only"), after=1.0)
-    story.happens(Ticked(), after=9.0)
-    assert story.waits() == ["a"]
-    assert Ended("a", RequestState.GIVEN_UP) in story.happens(Ticked(), after=1.0)
-
-
-def test_rule_9_one_whose_server_stops_has_as_long_as_between_two_polls(story: Story) -> None:
-    story.reads(gpu(0))
-    story.asks("holder")
-    story.happens(Requested(Request("a", ttl_seconds=TTL), asking_until=story.now + 20, ask="only"))
-    story.happens(StoppedListening("a", "only", is_gone=False), after=1.0)
-    story.happens(Ticked(), after=29.0)
+    story.happens(StoppedListening("a", "only", is_gone), after=1.0)
+    story.happens(Ticked(), after=kept_seconds - 1.0)
     assert story.waits() == ["a"]
     assert Ended("a", RequestState.GIVEN_UP) in story.happens(Ticked(), after=1.0)
 
