@@ -19,11 +19,11 @@ from contextlib import asynccontextmanager
 from time import perf_counter
 
 from bench.table import Row, print_table
+from gpu_worker_pool.api.http_client import MultiEndpointHTTPClientPool, make_session
 from gpu_worker_pool.client import GPUWorkerPoolClient
+from gpu_worker_pool.client.endpoints import Endpoint
 from gpu_worker_pool.config import EndpointConfig
-from gpu_worker_pool.endpoints import Endpoint
 from gpu_worker_pool.gpu_monitor import GPUMonitor
-from gpu_worker_pool.http_client import MultiEndpointHTTPClientPool, make_session
 
 TURNS = 7
 ENDPOINTS = 200

@@ -208,7 +208,7 @@ async def grants_among(waiting: int, path: Path) -> float:
 
     async def ask(number: int) -> list[str]:
         request = Request(f"r{number}", ttl_seconds=3600.0)
-        effects = await ledger.submit(Requested(request, asking_until=boot_time() + 3600))
+        effects = await ledger.submit(Requested(request, poll_deadline=boot_time() + 3600))
         return [effect.lease.lease_id for effect in effects if isinstance(effect, Granted)]
 
     await ledger.submit(Observed("", readings, boot_time()))

@@ -27,7 +27,7 @@ from bench.server import free_port
 from bench.table import Row, print_table
 from gpu_worker_pool.gpu_server.application import create_app
 from gpu_worker_pool.gpu_server.settings import ServerSettings
-from gpu_worker_pool.hardware.samples import DriverAnswer, GPUSample
+from gpu_worker_pool.hardware.samples import DriverAnswer, GPUReading
 
 GPUS = 64
 #: Until the history is full enough for the page to get all it asks for, and no lease counts its seconds any more.
@@ -53,11 +53,11 @@ class BusyGPUs:
     def close(self) -> None:
         pass
 
-    def _gpu(self, index: int) -> GPUSample:
+    def _gpu(self, index: int) -> GPUReading:
         draw = self._random.uniform
         self._utilization[index] = min(98.0, max(5.0, self._utilization[index] + draw(-9, 9)))
         used = round(draw(20_000, 60_000))
-        return GPUSample(
+        return GPUReading(
             index=index,
             name="NVIDIA H100 80GB HBM3",
             uuid=f"GPU-0000000{index:02d}-4a1f-4d0b-9f57-0d6c2f6c1b10",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from gpu_worker_pool._version import __version__
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.client import GPUContextManager, GPUWorkerPoolClient, gpu_worker_pool_client
-    from gpu_worker_pool.decorators import with_gpu
+    from gpu_worker_pool.client.client import GPUContextManager, GPUWorkerPoolClient, gpu_worker_pool_client
+    from gpu_worker_pool.client.decorators import with_gpu
     from gpu_worker_pool.errors import (
         GPUWorkerPoolError,
         ImpossibleRequestError,

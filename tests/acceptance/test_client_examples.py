@@ -674,7 +674,9 @@ def test_methods_of_the_configuration_classes_are_explained() -> None:
 
 
 def test_the_numbers_of_failing_are_those_of_the_code() -> None:
-    from gpu_worker_pool import client, gpu_monitor, replies
+    from gpu_worker_pool.api import replies
+    from gpu_worker_pool.client import client
+    from gpu_worker_pool.client import monitor as gpu_monitor
     from gpu_worker_pool.core.backoff import backoff_seconds
     from gpu_worker_pool.core.breaker import Breaker
     from gpu_worker_pool.core.settings import PoolSettings

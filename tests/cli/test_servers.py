@@ -91,10 +91,10 @@ def test_a_server_explains_as_its_host_does(tmp_path: Path) -> None:
         def without_times(body: dict[str, Any]) -> str:
             return re.sub(r"for \d+ s", "for a while", json.dumps(body, sort_keys=True))
 
-        for wishes in ([], ["-n", "2"], ["--memory", "8GiB", "--share"], ["--memory", "100GiB"], ["--idle"]):
+        for requirements in ([], ["-n", "2"], ["--memory", "8GiB", "--share"], ["--memory", "100GiB"], ["--idle"]):
 
-            def agree(wishes: list[str] = wishes) -> bool:
-                told = [without_times(programs.json("explain", *where, *wishes)) for where in (at, here)]
+            def agree(requirements: list[str] = requirements) -> bool:
+                told = [without_times(programs.json("explain", *where, *requirements)) for where in (at, here)]
                 assert told[0] == told[1]
                 return True
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.core import PLAIN
+from gpu_worker_pool.core import ANY_GPU
 from gpu_worker_pool.leases.lifetime import LeaseLife
 from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, LeasedGPU, StillWaiting
 
@@ -30,10 +30,10 @@ class FakeLeaseService:
     on_the_way_seconds: Iterator[float] = field(default_factory=lambda: iter(()))
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
+    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
         sent_at = boot_time()
         await asyncio.sleep(next(self.on_the_way_seconds, 0.0))
-        self.polls.append((wait_seconds, may_keep))
+        self.polls.append((wait_seconds, may_reserve))
         await self._called("acquire", ask.request_id)
         if not self.granting and wait_seconds:
             try:
@@ -88,4 +88,4 @@ class FakeLeaseService:
 
 
 def ask_for(ttl_seconds: float = 60.0) -> LeaseAsk:
-    return LeaseAsk.new("worker-1", PLAIN, None, ttl_seconds)
+    return LeaseAsk.new("worker-1", ANY_GPU, None, ttl_seconds)

@@ -14,7 +14,7 @@ import pytest
 
 from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.readers.nvidia_smi import NvidiaSMIReader
-from gpu_worker_pool.hardware.samples import DriverAnswer, GPUSample, MIGSample
+from gpu_worker_pool.hardware.samples import DriverAnswer, GPUReading, MIGReading
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared"
 REPLAY = SHARED / "tools" / "nvidia-smi-replay"
@@ -62,7 +62,7 @@ def recorded(path: Path, state: str) -> Recorded:
     )
 
 
-def expected(recording: Recorded, index: int, *, table_is_shown: bool = True) -> GPUSample:
+def expected(recording: Recorded, index: int, *, table_is_shown: bool = True) -> GPUReading:
     """Without processes, which depend on who else has their pids here."""
     cells = recording.gpu
 
@@ -75,9 +75,9 @@ def expected(recording: Recorded, index: int, *, table_is_shown: bool = True) ->
     for position, (profile, uuid) in enumerate(recording.mig):
         gpu, compute, used, total = recording.mig_table[position] if table_is_shown else (None, None, None, None)
         uuid = re.sub("^MIG-0000", f"MIG-{index:04x}", uuid)
-        devices.append(MIGSample(uuid, profile, gpu, compute, total, used, processes=None))
+        devices.append(MIGReading(uuid, profile, gpu, compute, total, used, processes=None))
     errors = number("ecc.errors.uncorrected.volatile.total", "")
-    return GPUSample(
+    return GPUReading(
         index=index,
         name=cells["name"],
         uuid=cells["uuid"].replace("GPU-00000000", f"GPU-{index:08x}"),
@@ -112,18 +112,18 @@ def read(folder: Path, captures: list[Path], states: str, **more: str) -> Driver
         reader.close()
 
 
-def without_processes(gpu: GPUSample) -> GPUSample:
-    values = {name: getattr(gpu, name) for name in GPUSample.__slots__} | {"processes": None}
+def without_processes(gpu: GPUReading) -> GPUReading:
+    values = {name: getattr(gpu, name) for name in GPUReading.__slots__} | {"processes": None}
     for device in gpu.mig_devices:
         assert device.processes == (() if gpu.processes == () else None)
     values["mig_devices"] = tuple(
-        MIGSample(**({name: getattr(device, name) for name in MIGSample.__slots__} | {"processes": None}))
+        MIGReading(**({name: getattr(device, name) for name in MIGReading.__slots__} | {"processes": None}))
         for device in gpu.mig_devices
     )
-    return GPUSample(**values)
+    return GPUReading(**values)
 
 
-def processes_of(gpu: GPUSample) -> list[tuple[int, str | None, float | None]]:
+def processes_of(gpu: GPUReading) -> list[tuple[int, str | None, float | None]]:
     assert gpu.processes is not None
     return [(process.pid, process.name, process.memory_used_mb) for process in gpu.processes]
 

@@ -31,7 +31,7 @@ from gpu_worker_pool import (
     WorkerTimeoutError,
     gpu_worker_pool_client,
 )
-from gpu_worker_pool import client as client_module
+from gpu_worker_pool.client import client as client_module
 from gpu_worker_pool.config import EndpointConfig
 
 

@@ -21,8 +21,8 @@ from aiohttp import web
 from tests.server_process import ServerProcess, free_port
 
 from gpu_worker_pool import GPUContextManager, GPUWorkerPoolClient, ServiceUnavailableError, WorkerTimeoutError
+from gpu_worker_pool.client.monitor import RETURN_SECONDS
 from gpu_worker_pool.errors import WrongThreadError
-from gpu_worker_pool.gpu_monitor import RETURN_SECONDS
 
 
 @pytest.fixture

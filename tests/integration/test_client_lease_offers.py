@@ -219,11 +219,11 @@ async def test_a_key_is_not_sent_over_plain_http_to_another_host() -> None:
 
         service = HTTPLeaseService("lab", elsewhere, session, timeout_seconds=1, api_key=KEY)
         with pytest.raises(ServiceRefusedError, match=r"use https://, or, in a network you trust, allow_insecure_key"):
-            await service.acquire(ask_for(), wait_seconds=0, may_keep=True)
+            await service.acquire(ask_for(), wait_seconds=0, may_reserve=True)
         assert KEY not in repr(service)
         allowed = HTTPLeaseService("lab", elsewhere, session, timeout_seconds=1, api_key=KEY, allow_insecure_key=True)
         with pytest.raises(AssertionError):
-            await allowed.acquire(ask_for(), wait_seconds=0, may_keep=True)
+            await allowed.acquire(ask_for(), wait_seconds=0, may_reserve=True)
 
 
 def test_what_cannot_be_a_key_or_a_callback_is_refused_and_not_shown() -> None:

@@ -25,13 +25,13 @@ from gpu_worker_pool import (
     WorkerTimeoutError,
     sync,
 )
+from gpu_worker_pool.client.lease_thread import LeaseThread
 from gpu_worker_pool.errors import (
     LeaseEndedError,
     ServiceRefusedError,
     ServiceRetryableError,
     ServiceUnavailableTimeoutError,
 )
-from gpu_worker_pool.leases.keeper import LeaseKeeper
 from gpu_worker_pool.leases.local import LocalLeaseService, LocalSettings
 
 MakeClient = Callable[..., GPUWorkerPoolClient]
@@ -304,7 +304,7 @@ async def test_a_folder_that_cannot_be_used_is_told(
 
 
 async def test_readings_that_a_stop_cuts_short_are_no_bug(environ: dict[str, str]) -> None:
-    keeper = LeaseKeeper(lambda _: None)
+    keeper = LeaseThread(lambda _: None)
     keeper.start()
     service = LocalLeaseService("local", LocalSettings.from_environment(environ), keeper)
     await asyncio.wrap_future(keeper.want_stop())

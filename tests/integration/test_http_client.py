@@ -45,13 +45,14 @@ from tests.fakes.http_server import (
 )
 from tests.waiting import eventually
 
-from gpu_worker_pool import errors, http_client
+from gpu_worker_pool import errors
 from gpu_worker_pool._version import __version__
+from gpu_worker_pool.api import http_client
+from gpu_worker_pool.api.http_client import AsyncGPUStatsHTTPClient, Fetched, MultiEndpointHTTPClientPool, make_session
+from gpu_worker_pool.api.replies import LARGEST_BODY_BYTES, ParsedReply, parse_stats
 from gpu_worker_pool.config import EndpointConfig
 from gpu_worker_pool.errors import NetworkRetryableError, ServiceRefusedError, ServiceRetryableError
-from gpu_worker_pool.http_client import AsyncGPUStatsHTTPClient, Fetched, MultiEndpointHTTPClientPool, make_session
 from gpu_worker_pool.models import GPUInfo
-from gpu_worker_pool.replies import LARGEST_BODY_BYTES, ParsedReply, parse_stats
 
 GOOD = json.dumps(summary(gpu_row(0))).encode()
 good = answer_json(summary(gpu_row(0)))

@@ -26,8 +26,8 @@ import pytest
 from tests.server_process import ServerProcess, free_port
 from tests.waiting import eventually
 
-from gpu_worker_pool import client as asynchronous
-from gpu_worker_pool import loop_thread, sync
+from gpu_worker_pool.client import client as asynchronous
+from gpu_worker_pool.client import loop_thread, sync
 from gpu_worker_pool.decorators import with_gpu
 from gpu_worker_pool.errors import (
     AlreadyStartedError,

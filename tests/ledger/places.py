@@ -8,7 +8,7 @@ from typing import Any
 
 import apsw
 
-from gpu_worker_pool.core import Effect, Lease, Observed, Outcome, PoolSettings, Request, Waiter, Wishes
+from gpu_worker_pool.core import Effect, Lease, Observed, Outcome, PoolSettings, Request, Requirements, Waiter
 from gpu_worker_pool.ledger import Committed, Ledger, Tell
 from gpu_worker_pool.ledger.memory import MemoryLedger
 from gpu_worker_pool.ledger.sqlite import SQLiteLedger
@@ -77,8 +77,10 @@ class Told:
         return known
 
 
-def request(name: str, *, owner: str = "me", ttl: float | None = TTL, account: str = "", **wishes: Any) -> Request:
-    return Request(name, Wishes(**wishes), owner=owner, ttl_seconds=ttl, account=account)
+def request(
+    name: str, *, owner: str = "me", ttl: float | None = TTL, account: str = "", **requirements: Any
+) -> Request:
+    return Request(name, Requirements(**requirements), owner=owner, ttl_seconds=ttl, account=account)
 
 
 def read(place: Place, number: int = 2, **reading: Any) -> Observed:

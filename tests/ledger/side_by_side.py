@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gpu_worker_pool.core import (
-    PLAIN,
+    ANY_GPU,
     Cancelled,
     Effect,
     Ended,
@@ -34,11 +34,11 @@ from gpu_worker_pool.core import (
     Released,
     Requested,
     RequestState,
+    Requirements,
     Resumed,
     Ticked,
     Unreachable,
     WakeAt,
-    Wishes,
     check_invariants,
     restore,
     save,
@@ -151,7 +151,7 @@ def books(pool: Pool) -> dict[str, Any]:
     return {
         **{name: saved[name] for name in ("fence", "ticket", "leases", "waiters", "requests_ended", "leases_ended")},
         "gpus": gpus,
-        "kept_for": None if pool.keeper is None else pool.keeper.request.request_id,
+        "kept_for": None if pool.reserved_for is None else pool.reserved_for.request.request_id,
     }
 
 
@@ -178,7 +178,7 @@ class SideBySide(Histories):
     """GPUs are kept for nobody: from when on they are depends on who looks when, and that is `Converging`'s part."""
 
     settings_of_pool = PoolSettings(
-        remember_seconds=60.0, claim_seconds=2.0, max_bypass_seconds=1e9, most_waiting_of_an_account=3
+        remember_seconds=60.0, offer_ttl_seconds=2.0, max_bypass_seconds=1e9, most_waiting_of_an_account=3
     )
 
     def __init__(self) -> None:
@@ -379,7 +379,7 @@ class SideBySide(Histories):
 class Converging(RuleBasedStateMachine):
     """Three processes, GPUs that are kept soon, readings that only one of them has: in the end all know the same."""
 
-    settings_of_pool = PoolSettings(max_bypass_seconds=2.0, claim_seconds=2.0, patience_seconds=20.0)
+    settings_of_pool = PoolSettings(max_bypass_seconds=2.0, offer_ttl_seconds=2.0, queue_ttl_seconds=20.0)
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,14 +401,16 @@ class Converging(RuleBasedStateMachine):
         count=st.sampled_from([1, 1, 2, 3]),
         priority=st.sampled_from([0, 0, 1]),
         polls=st.sampled_from([0.0, 5.0]),
-        may_keep=st.booleans(),
+        may_reserve=st.booleans(),
         share=st.booleans(),
     )
-    def ask(self, who: int, count: int, priority: int, polls: float, may_keep: bool, share: bool) -> None:
+    def poll_id(self, who: int, count: int, priority: int, polls: float, may_reserve: bool, share: bool) -> None:
         self.serial += 1
-        wishes = Wishes(count, 30_000, share=True, priority=priority) if share else replace(PLAIN, count=count)
-        asked = replace(request(f"r{self.serial}"), wishes=wishes)
-        self.submit(who, Requested(asked, asking_until=self.files.clock.at + polls, may_keep=may_keep))
+        requirements = (
+            Requirements(count, 30_000, share=True, priority=priority) if share else replace(ANY_GPU, count=count)
+        )
+        asked = replace(request(f"r{self.serial}"), requirements=requirements)
+        self.submit(who, Requested(asked, poll_deadline=self.files.clock.at + polls, may_reserve=may_reserve))
 
     @rule(who=st.integers(0, 2), number=st.integers(0, 10))
     def release(self, who: int, number: int) -> None:

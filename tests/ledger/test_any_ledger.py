@@ -15,6 +15,7 @@ from gpu_worker_pool.core import (
     LeaseEnded,
     LeaseState,
     Outcome,
+    PollAbandoned,
     PoolSettings,
     QuarantineEnded,
     ReadingWanted,
@@ -23,7 +24,6 @@ from gpu_worker_pool.core import (
     Requested,
     RequestState,
     Stopped,
-    StoppedListening,
     Ticked,
     Waiter,
     check_invariants,
@@ -43,9 +43,9 @@ from tests.ledger.conftest import Opened
 from tests.ledger.places import TTL, Told, read, request
 
 
-async def granted(ledger: Ledger, name: str, ask: str = "", **how: object) -> Lease:
+async def granted(ledger: Ledger, name: str, poll_id: str = "", **how: object) -> Lease:
     """Ask, and be granted at once."""
-    effects = await ledger.submit(Requested(request(name, **how), ask=ask))  # type: ignore[arg-type]
+    effects = await ledger.submit(Requested(request(name, **how), poll_id=poll_id))  # type: ignore[arg-type]
     assert [type(effect) for effect in effects] == [Granted]
     effect = effects[0]
     assert isinstance(effect, Granted)
@@ -247,12 +247,12 @@ async def test_wake_ups_are_its_own_business(opened: Opened) -> None:
 
 
 async def test_a_waiter_that_times_out_or_is_given_up_has_ended(opened: Opened) -> None:
-    ledger = opened(PoolSettings(patience_seconds=3.0))
+    ledger = opened(PoolSettings(queue_ttl_seconds=3.0))
     now = opened.clock.now()
     await ledger.submit(read(opened.place, 1))
     await granted(ledger, "holds")
     await ledger.submit(Requested(request("impatient"), deadline=now + 1.0))
-    await ledger.submit(Requested(request("polls"), asking_until=now + 1.0))
+    await ledger.submit(Requested(request("polls"), poll_deadline=now + 1.0))
     opened.clock.advance(5.0)
     await ledger.submit(Ticked())
     assert await ledger.submit(Requested(request("impatient"))) == (Ended("impatient", RequestState.TIMED_OUT),)
@@ -323,9 +323,9 @@ async def granted_after_reading(ledger: Ledger, opened: Opened, name: str) -> Le
 async def test_what_its_holder_knows_of_is_not_undone_by_a_later_asking(opened: Opened) -> None:
     ledger = opened()
     lease = await granted_after_reading(ledger, opened, "one")
-    again = await granted(ledger, "one", ask="again")  # and nobody waits for the answer
+    again = await granted(ledger, "one", poll_id="again")  # and nobody waits for the answer
     assert again.lease_id == lease.lease_id
-    await ledger.submit(StoppedListening("one", "again"))
+    await ledger.submit(PollAbandoned("one", "again"))
     held = opened.told.changes["one"]
     assert isinstance(held, Lease)
     assert held.state is LeaseState.HELD
@@ -333,39 +333,39 @@ async def test_what_its_holder_knows_of_is_not_undone_by_a_later_asking(opened: 
 
 async def test_an_asking_that_was_followed_by_another_undoes_nothing(opened: Opened) -> None:
     ledger = opened()
-    await ledger.submit(Requested(request("one"), asking_until=opened.clock.now() + 30, ask="first"))
-    await ledger.submit(Requested(request("one"), asking_until=opened.clock.now() + 30, ask="second"))
+    await ledger.submit(Requested(request("one"), poll_deadline=opened.clock.now() + 30, poll_id="first"))
+    await ledger.submit(Requested(request("one"), poll_deadline=opened.clock.now() + 30, poll_id="second"))
     (effect,) = await ledger.submit(read(opened.place, 1))
     assert isinstance(effect, Granted)
-    await ledger.submit(StoppedListening("one", "first"))
+    await ledger.submit(PollAbandoned("one", "first"))
     assert opened.told.changes["one"] == effect.lease
 
 
 async def test_a_renewed_lease_is_its_holders_whatever_was_not_delivered(opened: Opened) -> None:
     ledger = opened()
     await ledger.submit(read(opened.place, 1))
-    lease = await granted(ledger, "one", ask="first")
+    lease = await granted(ledger, "one", poll_id="first")
     await ledger.submit(Renewed(lease.lease_id))
-    await ledger.submit(StoppedListening("one", "first"))
+    await ledger.submit(PollAbandoned("one", "first"))
     held = opened.told.changes["one"]
     assert isinstance(held, Lease)
     assert held.state is LeaseState.HELD
 
 
 async def test_an_answer_that_was_not_delivered_is_only_offered(opened: Opened) -> None:
-    ledger = opened(PoolSettings(claim_seconds=10.0))
+    ledger = opened(PoolSettings(offer_ttl_seconds=10.0))
     await ledger.submit(read(opened.place, 1))
-    await granted(ledger, "one", ask="first")
-    assert await ledger.submit(StoppedListening("one", "first")) == ()
+    await granted(ledger, "one", poll_id="first")
+    assert await ledger.submit(PollAbandoned("one", "first")) == ()
     offered = opened.told.changes["one"]
     assert isinstance(offered, Lease)
     assert (offered.state, offered.expires_at) == (LeaseState.OFFERED, opened.clock.now() + 10.0)
     opened.clock.advance(9.0)
-    claimed = await granted(ledger, "one", ask="second")
+    claimed = await granted(ledger, "one", poll_id="second")
     assert (claimed.state, claimed.expires_at) == (LeaseState.HELD, opened.clock.now() + TTL)
-    await ledger.submit(StoppedListening("one", "first"))  # an old one: it was told since
+    await ledger.submit(PollAbandoned("one", "first"))  # an old one: it was told since
     assert opened.told.changes["one"] == claimed
-    await ledger.submit(StoppedListening("one", "second"))
+    await ledger.submit(PollAbandoned("one", "second"))
     opened.clock.advance(9.0)
     await ledger.submit(read(opened.place, 1))
     opened.clock.advance(1.0)

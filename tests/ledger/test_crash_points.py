@@ -29,7 +29,9 @@ async def check_after_the_crash(folder: Path) -> int:
     """How many grants were told of before it."""
     place = InSQLite(folder)
     noted = folder / "promised"
-    promised = [line.split() for line in read_if_there(noted).splitlines() if line != SURVIVED]
+    promised = [
+        request_class.split() for request_class in read_if_there(noted).splitlines() if request_class != SURVIVED
+    ]
     if not place.path.exists():
         assert promised == []
     ledger = open_again(place)
@@ -108,9 +110,9 @@ async def test_nobody_is_told_before_it_is_on_the_disk(tmp_path: Path) -> None:
 
 async def test_the_history_that_dies_is_a_right_one(tmp_path: Path) -> None:
     await grant_gpus(tmp_path)
-    lines = (tmp_path / "promised").read_text().splitlines()
-    assert [line.split()[0:2] for line in lines if line.startswith("granted")] == [
+    request_classes = (tmp_path / "promised").read_text().splitlines()
+    assert [request_class.split()[0:2] for request_class in request_classes if request_class.startswith("granted")] == [
         ["granted", name] for name in ("first", "second", "third", "first", "waits")
     ]
-    assert lines[-1] == SURVIVED
+    assert request_classes[-1] == SURVIVED
     assert await check_after_the_crash(tmp_path) == 5

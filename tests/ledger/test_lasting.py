@@ -17,13 +17,13 @@ from gpu_worker_pool.core import (
     Lease,
     LeaseEnded,
     LeaseState,
+    PollAbandoned,
     PoolSettings,
     ProcessReading,
     Released,
     Renewed,
     Requested,
     RequestState,
-    StoppedListening,
     Ticked,
     Waiter,
     check_invariants,
@@ -74,7 +74,7 @@ async def test_leases_fences_and_the_order_of_waiters_survive_a_restart(lasting:
     one, two = await granted(before, "one"), await granted(before, "two", memory_mb=100, share=True)
     for name, priority in (("w1", 0), ("w2", 1), ("w3", 0), ("w4", 1)):
         lasting.clock.advance(0.5)
-        await before.submit(Requested(request(name, priority=priority), may_keep=name != "w3"))
+        await before.submit(Requested(request(name, priority=priority), may_reserve=name != "w3"))
     waiters = await before.look(lambda pool, now: [plain(waiter) for waiter in pool.queue.in_order()])
     secret = before.secret
     await before.close()
@@ -117,7 +117,7 @@ async def test_a_holder_renews_releases_and_asks_again_after_a_restart(lasting: 
 
 
 async def test_how_something_ended_is_remembered_across_a_restart(lasting: Opened) -> None:
-    before = lasting(PoolSettings(claim_seconds=5.0))
+    before = lasting(PoolSettings(offer_ttl_seconds=5.0))
     await before.submit(read(lasting.place, 2))
     lost, released = await granted(before, "lost", ttl=3.0), await granted(before, "released")
     await before.submit(Requested(request("cancelled")))
@@ -283,16 +283,16 @@ async def test_what_was_held_for_long_is_remembered_like_what_has_just_ended(
 
 
 async def test_after_a_silence_everybody_has_a_full_ttl(lasting: Opened) -> None:
-    before = lasting(PoolSettings(patience_seconds=5.0))
+    before = lasting(PoolSettings(queue_ttl_seconds=5.0))
     await before.submit(read(lasting.place, 1))
     lease = await granted(before, "holds", ttl=20.0)
     now = lasting.clock.now()
-    await before.submit(Requested(request("polls", ttl=30.0), asking_until=now + 1.0))
+    await before.submit(Requested(request("polls", ttl=30.0), poll_deadline=now + 1.0))
     await before.submit(Requested(request("waits", ttl=30.0), deadline=now + 40.0))
     await before.close()
     lasting.clock.advance(1000.0)
     now = lasting.clock.now()
-    after = lasting(PoolSettings(patience_seconds=5.0))
+    after = lasting(PoolSettings(queue_ttl_seconds=5.0))
     held = (await leases_of(after))["holds"]
     assert (held.state, held.expires_at) == (LeaseState.HELD, now + 20.0)
     waiters = await waiters_of(after)
@@ -301,7 +301,7 @@ async def test_after_a_silence_everybody_has_a_full_ttl(lasting: Opened) -> None
     # It is written, so that those who look next know it too.
     await after.close()
     lasting.clock.advance(10.0)
-    third = lasting(PoolSettings(patience_seconds=5.0))
+    third = lasting(PoolSettings(queue_ttl_seconds=5.0))
     assert (await leases_of(third))["holds"].expires_at == now + 20.0
     assert await waiting_in(third) == ["polls", "waits"]
     assert await third.submit(Renewed(lease.lease_id)) != ()
@@ -396,7 +396,7 @@ async def test_after_a_reboot_times_are_those_of_the_new_clock(lasting: Opened) 
     await before.submit(Released(ended.lease_id))
     now = lasting.clock.now()
     await before.submit(Requested(request("waits", count=2), deadline=now + 40.0))
-    await before.submit(Requested(request("polls", count=2), asking_until=now + 1.0))
+    await before.submit(Requested(request("polls", count=2), poll_deadline=now + 1.0))
     assert lease.held[0].processes == {stranger.identity}
     await before.close()
 
@@ -472,8 +472,8 @@ async def test_a_gpu_may_go_from_one_to_the_next_within_one_commit(lasting: Open
     place = sqlite_place(lasting)
     ledger = lasting()
     await ledger.submit(read(place, 1))
-    await granted(ledger, "first", ask="only")
-    await ledger.submit(StoppedListening("first", "only"))  # so nobody has used it
+    await granted(ledger, "first", poll_id="only")
+    await ledger.submit(PollAbandoned("first", "only"))  # so nobody has used it
     await ledger.submit(Requested(request("second")))
     (before,) = place.read("SELECT revision FROM meta")
     answers = await in_one_moment(ledger, [Requested(request("second")), Cancelled("first")])
@@ -589,7 +589,7 @@ async def test_two_who_commit_all_the_time_know_the_same_in_the_end(lasting: Ope
 async def test_a_waiter_here_a_release_there_and_a_grant_elsewhere(lasting: Opened) -> None:
     here, told_here = lasting(), lasting.told
     there, elsewhere = lasting(), lasting()
-    await here.submit(Requested(request("waits"), asking_until=lasting.clock.now() + 30.0))
+    await here.submit(Requested(request("waits"), poll_deadline=lasting.clock.now() + 30.0))
     await elsewhere.submit(read(lasting.place, 1))
     async with asyncio.timeout(5):
         while not isinstance(told_here.changes.get("waits"), Lease):
@@ -597,7 +597,7 @@ async def test_a_waiter_here_a_release_there_and_a_grant_elsewhere(lasting: Open
     lease = told_here.changes["waits"]
     assert isinstance(lease, Lease)
     assert lease.state is LeaseState.HELD
-    await here.submit(Requested(request("next"), asking_until=lasting.clock.now() + 30.0))
+    await here.submit(Requested(request("next"), poll_deadline=lasting.clock.now() + 30.0))
     lasting.clock.advance(1.0)
     await there.submit(Released(lease.lease_id, "me"))
     lasting.clock.advance(0.1)
@@ -718,4 +718,4 @@ async def test_a_ledger_at_rest_is_left_alone(lasting: Opened) -> None:
     assert place.read("SELECT revision FROM meta") == [before]
     for ledger in ledgers:
         await ledger.look(lambda pool, now: check_invariants(pool))
-    assert len({str(await ledger.look(lambda pool, now: pool.keeper)) for ledger in ledgers}) == 1
+    assert len({str(await ledger.look(lambda pool, now: pool.reserved_for)) for ledger in ledgers}) == 1

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import assert_type
 
 from gpu_worker_pool.config import EnvironmentConfigurationManager, MultiEndpointConfigurationManager
-from gpu_worker_pool.core import Effect, Explanation, Pool, PoolSettings, Reading, Ticked, Wishes
+from gpu_worker_pool.core import Effect, Explanation, Pool, PoolSettings, Reading, Requirements, Ticked
 from gpu_worker_pool.errors import GPUWorkerPoolError, ImpossibleRequestError
 from gpu_worker_pool.models import GlobalGPUAssignment, GPUAssignment, PoolStatus, WorkerInfo
 from gpu_worker_pool.testing import FakeClock, gpu
@@ -75,8 +75,8 @@ def the_core() -> None:
     pool = Pool(PoolSettings(strategy="weighted"))
     assert_type(pool.apply(Ticked(), now=1.0), tuple[Effect, ...])
     PoolSettings(strategy="random")  # type: ignore[arg-type]
-    wishes = Wishes(count=2)
-    wishes.count = 3  # type: ignore[misc]
+    requirements = Requirements(count=2)
+    requirements.count = 3  # type: ignore[misc]
 
 
 def configuration() -> None:

@@ -203,10 +203,10 @@ class Scenario:
         if self.manager.is_running:
             self.manager.observe(gpus(2))
 
-    async def work(self, name: str, *, begins: float = 0.0, holds: float = 0.25, **wishes: Any) -> str:
+    async def work(self, name: str, *, begins: float = 0.0, holds: float = 0.25, **requirements: Any) -> str:
         await asyncio.sleep(begins)
         try:
-            assignment = await self.ask(name, **wishes)
+            assignment = await self.ask(name, **requirements)
         except (WorkerTimeoutError, TimeoutError):
             return "timed out"
         except PoolStoppedError:
@@ -214,7 +214,7 @@ class Scenario:
         except NotStartedError:
             return "too late"
         self.served[name] += 1
-        self.take(name, assignment, is_shared="share" in wishes)
+        self.take(name, assignment, is_shared="share" in requirements)
         try:
             await asyncio.sleep(holds)
         finally:
@@ -222,8 +222,8 @@ class Scenario:
             await self.give_back(assignment)
         return "served"
 
-    async def ask(self, name: str, **wishes: Any) -> GPUAssignment:
-        return await self.manager.request_gpu(label=name, **wishes)
+    async def ask(self, name: str, **requirements: Any) -> GPUAssignment:
+        return await self.manager.request_gpu(label=name, **requirements)
 
     async def give_back(self, assignment: GPUAssignment) -> None:
         await self.manager.release_gpu(assignment)
@@ -452,8 +452,8 @@ class Guarded(Queue):
         self.employ("first", holds=0.5)
         self.employ("hasty", timeout=0.5)
 
-    async def ask(self, name: str, **wishes: Any) -> GPUAssignment:
-        request = self.manager.request_gpu(**wishes)
+    async def ask(self, name: str, **requirements: Any) -> GPUAssignment:
+        request = self.manager.request_gpu(**requirements)
         return await (self.guard(request) if name.startswith("guarded") else request)
 
     def finish(self, *, cancelled: Iterable[str] = ()) -> None:

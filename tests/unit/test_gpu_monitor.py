@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from gpu_worker_pool.api.http_client import Fetched
+from gpu_worker_pool.client.endpoints import Endpoint, EndpointManager
+from gpu_worker_pool.client.monitor import RETURN_SECONDS, GPUMonitor, MultiEndpointGPUMonitor, coming_back
 from gpu_worker_pool.config import EndpointConfig
 from gpu_worker_pool.core.breaker import BreakerState
-from gpu_worker_pool.endpoints import Endpoint, EndpointManager
 from gpu_worker_pool.errors import (
     NetworkRetryableError,
     RetryableError,
     ServiceRefusedError,
     ServiceRetryableError,
 )
-from gpu_worker_pool.gpu_monitor import RETURN_SECONDS, GPUMonitor, MultiEndpointGPUMonitor, coming_back
-from gpu_worker_pool.http_client import Fetched
 from gpu_worker_pool.models import GPUInfo, GPUStats
 
 

@@ -36,7 +36,7 @@ class Worker:
     """One request, and what became of it."""
 
     number: int
-    wishes: dict[str, Any]
+    requirements: dict[str, Any]
     asked_at: float = -1.0
     granted_at: float | None = None
     released_at: float | None = None
@@ -96,16 +96,16 @@ class Company:
             self.loop.run(asyncio.sleep(min(5.0, end - self.loop.time())))
             self.read()
 
-    def ask(self, *, holds: float | None = None, **wishes: Any) -> Worker:
+    def ask(self, *, holds: float | None = None, **requirements: Any) -> Worker:
         """One more; it holds what it gets for so long, or until it is told to release it."""
-        worker = Worker(len(self.workers), wishes)
+        worker = Worker(len(self.workers), requirements)
         self.workers.append(worker)
         worker.task = self.loop.create_task(self._work(worker, holds))
         return worker
 
     async def _work(self, worker: Worker, holds: float | None) -> None:
         worker.asked_at = self.loop.time()
-        worker.assignment = await self.manager.request_gpu(**worker.wishes)
+        worker.assignment = await self.manager.request_gpu(**worker.requirements)
         worker.granted_at = self.loop.time()
         worker.may_end = self.loop.create_future()
         if holds is not None:
@@ -216,7 +216,7 @@ def test_within_a_priority_plain_requests_are_granted_in_order_of_arrival(
     company.close()
     served = sorted((worker for worker in company.workers if not worker.was_cancelled), key=lambda worker: worker.fence)
     queued = [worker for worker in served if worker.number >= number]
-    assert queued == sorted(queued, key=lambda worker: (-worker.wishes["priority"], worker.number))
+    assert queued == sorted(queued, key=lambda worker: (-worker.requirements["priority"], worker.number))
 
 
 # ---- Large requests: passed by smaller ones for `max_bypass` seconds, and not longer

@@ -14,10 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpu_worker_pool import replies
-from gpu_worker_pool.errors import ServiceRetryableError
-from gpu_worker_pool.models import GPUInfo, GPUStats
-from gpu_worker_pool.replies import (
+from gpu_worker_pool.api import replies
+from gpu_worker_pool.api.replies import (
     LARGEST_BODY_BYTES,
     MOST_GPUS,
     ParsedReply,
@@ -26,6 +24,8 @@ from gpu_worker_pool.replies import (
     parse_retry_after,
     parse_stats,
 )
+from gpu_worker_pool.errors import ServiceRetryableError
+from gpu_worker_pool.models import GPUInfo, GPUStats
 from tests.fakes.http_server import gpu_row, summary
 
 

@@ -61,10 +61,10 @@ class Stopping(Scenario):
         with suppress(NotStartedError):
             await super().give_back(assignment)
 
-    async def ask(self, name: str, **wishes: Any) -> GPUAssignment:
+    async def ask(self, name: str, **requirements: Any) -> GPUAssignment:
         self.waiting.add(name)
         try:
-            assignment = await super().ask(name, **wishes)
+            assignment = await super().ask(name, **requirements)
         finally:
             self.waiting.discard(name)
         assert not self.was_stopped, "served by a pool that is stopped"

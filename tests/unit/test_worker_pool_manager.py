@@ -16,7 +16,7 @@ import pytest
 
 from gpu_worker_pool import errors
 from gpu_worker_pool.config import EnvironmentConfigurationManager, MultiEndpointConfigurationManager
-from gpu_worker_pool.core import PoolSettings, ProcessReading, Wishes, check_invariants
+from gpu_worker_pool.core import PoolSettings, ProcessReading, Requirements, check_invariants
 from gpu_worker_pool.errors import (
     AlreadyStartedError,
     ImpossibleRequestError,
@@ -84,8 +84,8 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def ask(manager: WorkerPoolManager, *args: Any, **wishes: Any) -> asyncio.Task[GPUAssignment]:
-    task = asyncio.create_task(manager.request_gpu(*args, **wishes))
+def ask(manager: WorkerPoolManager, *args: Any, **requirements: Any) -> asyncio.Task[GPUAssignment]:
+    task = asyncio.create_task(manager.request_gpu(*args, **requirements))
     # Some still wait when their test is over; that they are told of the stop then is no news.
     task.add_done_callback(lambda task: task.cancelled() or task.exception())
     return task
@@ -326,7 +326,7 @@ async def test_who_does_not_share_is_not_joined(pool: WorkerPoolManager) -> None
 
 
 @pytest.mark.parametrize(
-    ("wishes", "gpu_id"),
+    ("requirements", "gpu_id"),
     [
         ({"gpu_model": "a100"}, 1),
         ({"only": [2]}, 2),
@@ -338,7 +338,7 @@ async def test_who_does_not_share_is_not_joined(pool: WorkerPoolManager) -> None
         ({"policy": "idle", "exclude": [1, 2, 3, 4]}, 5),
     ],
 )
-async def test_wishes_are_heard(pool: WorkerPoolManager, wishes: dict[str, Any], gpu_id: int) -> None:
+async def test_wishes_are_heard(pool: WorkerPoolManager, requirements: dict[str, Any], gpu_id: int) -> None:
     notebook = ProcessReading(4711, name="notebook")
     pool.observe(
         [
@@ -350,11 +350,11 @@ async def test_wishes_are_heard(pool: WorkerPoolManager, wishes: dict[str, Any],
             gpu(5, utilization_percent=20.0),
         ]
     )
-    assert (await pool.request_gpu(timeout=0, **wishes)).gpu_id == gpu_id
+    assert (await pool.request_gpu(timeout=0, **requirements)).gpu_id == gpu_id
 
 
 @pytest.mark.parametrize(
-    ("wishes", "message"),
+    ("requirements", "message"),
     [
         ({"count": 0}, "count must be a whole number of at least 1, not 0"),
         ({"count": 1.5}, "count"),
@@ -374,11 +374,11 @@ async def test_wishes_are_heard(pool: WorkerPoolManager, wishes: dict[str, Any],
     ],
 )
 async def test_a_senseless_wish_is_refused_and_leaves_nothing_behind(
-    pool: WorkerPoolManager, wishes: dict[str, Any], message: str
+    pool: WorkerPoolManager, requirements: dict[str, Any], message: str
 ) -> None:
     """D6. A wish that is silently not heard gives somebody a GPU that he said he must not have."""
     with pytest.raises(ValueError, match=re.escape(message)):
-        await pool.request_gpu(**wishes)
+        await pool.request_gpu(**requirements)
     status = pool.get_pool_status()
     assert (status.available_gpus, status.blocked_workers) == (2, 0)
 
@@ -556,7 +556,7 @@ async def test_a_timeout_where_there_are_no_gpus_says_so(pool: WorkerPoolManager
 
 
 @pytest.mark.parametrize(
-    ("wishes", "reason"),
+    ("requirements", "reason"),
     [
         ({"count": 3}, "2 of 2"),
         ({"gpu_model": "B200"}, "NVIDIA H100 80GB HBM3, not B200"),
@@ -566,10 +566,10 @@ async def test_a_timeout_where_there_are_no_gpus_says_so(pool: WorkerPoolManager
     ],
 )
 async def test_an_impossible_request_fails_at_once_and_says_why(
-    pool: WorkerPoolManager, wishes: dict[str, Any], reason: str
+    pool: WorkerPoolManager, requirements: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ImpossibleRequestError, match=re.escape(reason)) as impossible:
-        await pool.request_gpu(**wishes)
+        await pool.request_gpu(**requirements)
     assert impossible.value.reasons
     assert isinstance(impossible.value, ValueError)
     assert not impossible.value.retryable
@@ -1162,7 +1162,7 @@ async def test_a_worker_hears_of_its_timeout(pool: WorkerPoolManager, clock: Fak
 async def test_a_worker_hears_that_it_asks_the_impossible(pool: WorkerPoolManager) -> None:
     errors: list[Exception] = []
     worker = WorkerInfo("trainer", NOW, callback=pytest.fail, on_error=errors.append)
-    pool.enqueue_worker(worker, wishes=Wishes(count=3))
+    pool.enqueue_worker(worker, requirements=Requirements(count=3))
     await settle()
     assert [type(error) for error in errors] == [ImpossibleRequestError]
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 #: These need a process that keeps their lease.
-_KEPT = ("run", "wait")
+_WITH_LEASE = ("run", "wait")
 #: These have others' code running in them, which may have something to tidy up.
 _HOSTS = ("serve", "demo")
 
@@ -24,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _open_missing_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     # Anything but this comes later: what it loads takes longer than all the rest.
-    if words[:1] and words[0] in _KEPT and not {"-h", "--help"} & set(words):
-        status = _run_with_keeper(words)
+    if words[:1] and words[0] in _WITH_LEASE and not {"-h", "--help"} & set(words):
+        status = _run_with_lease_process(words)
     else:
         status = _run(words)
     if words[:1] and words[0] in _HOSTS:
@@ -54,12 +54,12 @@ def _open_missing_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _run_with_keeper(words: Sequence[str]) -> int:
+def _run_with_lease_process(words: Sequence[str]) -> int:
     from gpu_worker_pool.cli.failures import CommandError
-    from gpu_worker_pool.cli.running.keeper_process import KeeperProcess
+    from gpu_worker_pool.cli.running.lease_process import LeaseProcess
 
     try:
-        with KeeperProcess.prepared(words):
+        with LeaseProcess.prepared(words):
             return _run(words)
     except CommandError as error:  # there is none on this system
         return error.tell()
@@ -78,6 +78,6 @@ def _exit(status: int) -> NoReturn:
 def _run(words: Sequence[str]) -> int:
     from gpu_worker_pool.cli.program import run_program
 
-    if words[:1] and words[0] not in _KEPT and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+    if words[:1] and words[0] not in _WITH_LEASE and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return run_program(words)

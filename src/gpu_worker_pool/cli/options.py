@@ -10,7 +10,7 @@ from typing import Any, Final
 import click
 
 from gpu_worker_pool.cli.quantities import Duration, GPUNames, MemorySize, Percent
-from gpu_worker_pool.cli.running.asked import Patience
+from gpu_worker_pool.cli.running.lease_spec import Patience
 
 #: What click calls; with which arguments is for its options to say.
 Command = Callable[..., Any]
@@ -27,7 +27,7 @@ def _applied(command: Command, options: list[Callable[[Command], Command]]) -> C
 
 
 #: By the names that the core has for them.
-_WISHES: Final[dict[str, Callable[[Command], Command]]] = {
+_REQUIREMENTS: Final[dict[str, Callable[[Command], Command]]] = {
     "count": click.option(
         "-n",
         "--count",
@@ -78,22 +78,22 @@ _WISHES: Final[dict[str, Callable[[Command], Command]]] = {
 
 
 def wish_options(command: Command) -> Command:
-    """Gives the command one argument, `wished`: keyword arguments of the core's `Wishes`, which takes long to load."""
+    """Adds `requirement_options` to the command: keyword arguments of the core's `Requirements`, loaded later."""
 
     @wraps(command)
     def with_wishes(**given: Any) -> Any:
-        wished = {name: given.pop(name) for name in _WISHES}
+        requirement_options = {name: given.pop(name) for name in _REQUIREMENTS}
         for name in ("only", "exclude"):
-            wished[name] = [each for names in wished[name] for each in names] or None
-        wished["policy"] = "idle" if wished["policy"] else "thresholds"
-        model = wished["gpu_model"]
+            requirement_options[name] = [each for names in requirement_options[name] for each in names] or None
+        requirement_options["policy"] = "idle" if requirement_options["policy"] else "thresholds"
+        model = requirement_options["gpu_model"]
         if model is not None and not (model.strip() and _TEXT.fullmatch(model)):
             raise click.UsageError("--model must be part of a GPU's name, such as A100.")
-        if wished["share"] and wished["memory_mb"] is None:
+        if requirement_options["share"] and requirement_options["memory_mb"] is None:
             raise click.UsageError("--share needs --memory: say how much of the GPU is yours, such as --memory 8GiB.")
-        return command(wished=wished, **given)
+        return command(requirement_options=requirement_options, **given)
 
-    return _applied(with_wishes, [*_WISHES.values()])
+    return _applied(with_wishes, [*_REQUIREMENTS.values()])
 
 
 def lease_options(command: Command) -> Command:

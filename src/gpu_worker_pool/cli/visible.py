@@ -12,13 +12,13 @@ from gpu_worker_pool.hardware.visibility import VisibilityFilter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpu_worker_pool.core.wishes import Wishes
-    from gpu_worker_pool.hardware.samples import GPUSample
+    from gpu_worker_pool.core.requirements import Requirements
+    from gpu_worker_pool.hardware.samples import GPUReading
 
 logger = logging.getLogger(__name__)
 
 
-def within_visible_devices(wishes: Wishes, gpus: Sequence[GPUSample]) -> Wishes:
+def within_visible_devices(requirements: Requirements, gpus: Sequence[GPUReading]) -> Requirements:
     """Raises `ImpossibleRequestError` where none is visible. What is named and not there is told, and skipped."""
     visible_devices = _filter()
     visible = visible_devices.apply(gpus)
@@ -27,10 +27,10 @@ def within_visible_devices(wishes: Wishes, gpus: Sequence[GPUSample]) -> Wishes:
         logger.error(
             "CUDA_VISIBLE_DEVICES names what this host has not (%s): %s", ", ".join(visible.missing[:5]), instead
         )
-    return within_visible(wishes, gpus, visible_devices)
+    return within_visible(requirements, gpus, visible_devices)
 
 
-def visible_names(gpus: Sequence[GPUSample]) -> tuple[str, ...] | None:
+def visible_names(gpus: Sequence[GPUReading]) -> tuple[str, ...] | None:
     """The ids of the GPUs it allows; None where it does not limit anything."""
     visible = _filter().apply(gpus)
     return tuple(reading.gpu_id for reading in readings_of(visible.gpus)) if visible.is_filtering else None

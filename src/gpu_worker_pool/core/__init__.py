@@ -25,6 +25,7 @@ from gpu_worker_pool.core.events import (
     GPUsVanished,
     HolderGone,
     Observed,
+    PollAbandoned,
     QuarantineEnded,
     Released,
     Renewed,
@@ -32,11 +33,10 @@ from gpu_worker_pool.core.events import (
     Requested,
     Resumed,
     Stopped,
-    StoppedListening,
     Ticked,
     Unreachable,
 )
-from gpu_worker_pool.core.explanation import Explanation, GPUExplanation, explain, explain_wishes
+from gpu_worker_pool.core.explanation import Explanation, GPUExplanation, explain, explain_requirements
 from gpu_worker_pool.core.gpus import GPUResourceState
 from gpu_worker_pool.core.invariants import check_invariants
 from gpu_worker_pool.core.moves import LeaseState, RequestState
@@ -45,12 +45,12 @@ from gpu_worker_pool.core.pool import Pool
 from gpu_worker_pool.core.queue import Waiter, WorkerQueue
 from gpu_worker_pool.core.readings import ProcessReading, Reading
 from gpu_worker_pool.core.remembered import Outcome
+from gpu_worker_pool.core.requirements import ANY_GPU, Requirements
 from gpu_worker_pool.core.saved import restore, save
 from gpu_worker_pool.core.settings import PoolSettings, Strategy
-from gpu_worker_pool.core.wishes import PLAIN, Wishes
 
 __all__ = [
-    "PLAIN",
+    "ANY_GPU",
     "Cancelled",
     "Effect",
     "Ended",
@@ -70,6 +70,7 @@ __all__ = [
     "Obstacle",
     "ObstacleKind",
     "Outcome",
+    "PollAbandoned",
     "Pool",
     "PoolSettings",
     "ProcessReading",
@@ -82,20 +83,19 @@ __all__ = [
     "Request",
     "RequestState",
     "Requested",
+    "Requirements",
     "Resumed",
     "Stopped",
-    "StoppedListening",
     "Strategy",
     "Ticked",
     "Unreachable",
     "Waiter",
     "WakeAt",
-    "Wishes",
     "WorkerAssignmentTracker",
     "WorkerQueue",
     "check_invariants",
     "explain",
-    "explain_wishes",
+    "explain_requirements",
     "restore",
     "save",
 ]

@@ -14,15 +14,15 @@ from gpu_worker_pool.core.balancing import balancer_for
 from gpu_worker_pool.core.gpus import EndpointState, GPUResourceState
 from gpu_worker_pool.core.obstacles import lasting_obstacles, obstacles, reading_obstacles
 from gpu_worker_pool.core.ranked import RankedSet
-from gpu_worker_pool.core.wishes import PLAIN
+from gpu_worker_pool.core.requirements import ANY_GPU
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from gpu_worker_pool.core.assignments import HeldGPU
     from gpu_worker_pool.core.readings import Reading
+    from gpu_worker_pool.core.requirements import Requirements
     from gpu_worker_pool.core.settings import PoolSettings
-    from gpu_worker_pool.core.wishes import Wishes
 
 
 class GPUAllocator:
@@ -114,19 +114,19 @@ class GPUAllocator:
 
     # Rule 1: eligible
 
-    def is_eligible(self, gpu: GPUResourceState, wishes: Wishes, now: float) -> bool:
-        return next(obstacles(gpu, wishes, self.settings, now), None) is None
+    def is_eligible(self, gpu: GPUResourceState, requirements: Requirements, now: float) -> bool:
+        return next(obstacles(gpu, requirements, self.settings, now), None) is None
 
-    def is_plain(self, wishes: Wishes) -> bool:
+    def is_plain(self, requirements: Requirements) -> bool:
         """Whether the index answers for these wishes: nothing special asked, or only what holds for all."""
-        if wishes is PLAIN:
+        if requirements is ANY_GPU:
             return True
         settings = self.settings
-        if wishes.memory_threshold == settings.memory_threshold_percent:
-            wishes = replace(wishes, memory_threshold=None)
-        if wishes.utilization_threshold == settings.utilization_threshold_percent:
-            wishes = replace(wishes, utilization_threshold=None)
-        return replace(wishes, priority=0) == PLAIN
+        if requirements.memory_threshold == settings.memory_threshold_percent:
+            requirements = replace(requirements, memory_threshold=None)
+        if requirements.utilization_threshold == settings.utilization_threshold_percent:
+            requirements = replace(requirements, utilization_threshold=None)
+        return replace(requirements, priority=0) == ANY_GPU
 
     def is_fresh(self, endpoint: EndpointState, now: float) -> bool:
         return now - endpoint.begun_at <= self._reading_max_age_seconds
@@ -137,39 +137,39 @@ class GPUAllocator:
 
     # Rule 3: the best
 
-    def best_plain(self, kept: Collection[str], now: float) -> tuple[GPUResourceState, ...] | None:
+    def best_plain(self, reserved: Collection[str], now: float) -> tuple[GPUResourceState, ...] | None:
         """The GPU for a request without special wishes."""
         endpoint = self._only_endpoint
-        if endpoint is not None and not kept:
+        if endpoint is not None and not reserved:
             if now - endpoint.begun_at > self._reading_max_age_seconds:
                 return None
             gpu = endpoint.free.best()
             return None if gpu is None else (gpu,)
         if endpoint is None:
-            endpoint = self._ranked.first(lambda endpoint: self._best_of(endpoint, kept, now) is not None)
-        gpu = None if endpoint is None else self._best_of(endpoint, kept, now)
+            endpoint = self._ranked.first(lambda endpoint: self._best_of(endpoint, reserved, now) is not None)
+        gpu = None if endpoint is None else self._best_of(endpoint, reserved, now)
         return None if gpu is None else (gpu,)
 
-    def _best_of(self, endpoint: EndpointState, kept: Collection[str], now: float) -> GPUResourceState | None:
+    def _best_of(self, endpoint: EndpointState, reserved: Collection[str], now: float) -> GPUResourceState | None:
         if now - endpoint.begun_at > self._reading_max_age_seconds:
             return None
-        if kept:
-            return endpoint.free.first(lambda gpu: gpu.gpu_id not in kept)
+        if reserved:
+            return endpoint.free.first(lambda gpu: gpu.gpu_id not in reserved)
         return endpoint.free.best()
 
     def best(
-        self, wishes: Wishes, candidates: Iterable[GPUResourceState], kept: Collection[str], now: float
+        self, requirements: Requirements, candidates: Iterable[GPUResourceState], reserved: Collection[str], now: float
     ) -> tuple[GPUResourceState, ...] | None:
         """The GPUs for any wishes, of one endpoint; all that were asked for, or none."""
         eligible: dict[EndpointState, list[GPUResourceState]] = {}
         for gpu in candidates:
-            if gpu.gpu_id not in kept and self.is_eligible(gpu, wishes, now):
+            if gpu.gpu_id not in reserved and self.is_eligible(gpu, requirements, now):
                 eligible.setdefault(gpu.endpoint, []).append(gpu)
-        able = [endpoint for endpoint, gpus in eligible.items() if len(gpus) >= wishes.count]
+        able = [endpoint for endpoint, gpus in eligible.items() if len(gpus) >= requirements.count]
         if not able:
             return None
         endpoint = min(able, key=self._balancer.rank)
-        return tuple(nsmallest(wishes.count, eligible[endpoint], key=lambda gpu: gpu.rank))
+        return tuple(nsmallest(requirements.count, eligible[endpoint], key=lambda gpu: gpu.rank))
 
     # What the ledger says
 
@@ -210,35 +210,35 @@ class GPUAllocator:
 
     # Rule 5: impossible
 
-    def impossible(self, wishes: Wishes) -> tuple[str, ...]:
+    def impossible(self, requirements: Requirements) -> tuple[str, ...]:
         """Why no endpoint can ever serve this; empty while one could, or might once it answers."""
-        if wishes is PLAIN and self._is_plain_possible:
+        if requirements is ANY_GPU and self._is_plain_possible:
             return ()
         reasons = []
         for endpoint in self.endpoints.values():
             if endpoint.is_removed:
                 continue
-            reason = self._shortfall(endpoint, wishes) if endpoint.present else None
+            reason = self._shortfall(endpoint, requirements) if endpoint.present else None
             if reason is None:
                 return ()
             reasons.append(reason)
         return tuple(reasons)
 
-    def _shortfall(self, endpoint: EndpointState, wishes: Wishes) -> str | None:
+    def _shortfall(self, endpoint: EndpointState, requirements: Requirements) -> str | None:
         """Why this endpoint can never serve it, or None. A GPU that is only missing for now counts."""
         known = [gpu.last_seen for gpu in endpoint.gpus.values() if gpu.last_seen is not None and not gpu.is_gone]
         possible = 0
         why_not: dict[str, list[int]] = {}
         for reading in known:
-            lasting = next(lasting_obstacles(reading, wishes, self.settings), None)
+            lasting = next(lasting_obstacles(reading, requirements, self.settings), None)
             if lasting is not None:
                 why_not.setdefault(lasting.text, []).append(reading.index)
                 continue
             possible += 1
-            if possible == wishes.count:
+            if possible == requirements.count:
                 return None
         where = f"{endpoint.endpoint_id}: " if endpoint.endpoint_id else ""
-        asked = f"{wishes.count} GPUs asked for, " if wishes.count > 1 else ""
+        asked = f"{requirements.count} GPUs asked for, " if requirements.count > 1 else ""
         # Not in the order in which they came to be known, which is another one in every process.
         by_index = sorted((sorted(indices), text) for text, indices in why_not.items())
         why = "; ".join(f"GPU {', '.join(map(str, indices))}: {text}" for indices, text in by_index)
@@ -264,8 +264,8 @@ class GPUAllocator:
         # Who it was promised to is looked at in `_index`: that changes between readings.
         gpu.is_plainly_usable = (
             not reading.is_promised_elsewhere
-            and next(lasting_obstacles(reading, PLAIN, self.settings), None) is None
-            and next(reading_obstacles(reading, reading.processes, PLAIN, self.settings), None) is None
+            and next(lasting_obstacles(reading, ANY_GPU, self.settings), None) is None
+            and next(reading_obstacles(reading, reading.processes, ANY_GPU, self.settings), None) is None
         )
 
     def _index(self, gpu: GPUResourceState) -> None:

@@ -4,86 +4,90 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.core.keeping import can_judge, gpus_to_await, gpus_to_keep
+from gpu_worker_pool.core.reservation import can_judge, gpus_to_await, gpus_to_reserve
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from gpu_worker_pool.core.gpus import GPUResourceState
     from gpu_worker_pool.core.pool import Pool
-    from gpu_worker_pool.core.queue import Line, Waiter
+    from gpu_worker_pool.core.queue import RequestClass, Waiter
 
 
 def assign(pool: Pool, now: float) -> None:
     """Grant whatever can be granted to those who wait, in order."""
-    pool.has_new_line = False
-    line = pool.queue.only_line()
-    if line is not None:
-        _serve(pool, line, now)
+    pool.has_new_class = False
+    request_class = pool.queue.only_class()
+    if request_class is not None:
+        _serve(pool, request_class, now)
         return
     #: What whoever comes later cannot have.
     withheld: set[str] = set()
     overtaken: list[Waiter] = []
-    for line, waiter in pool.queue.heads():
-        gpus = _choose(pool, line, withheld, now) if pool.improved or not line.tried else None
+    for request_class, waiter in pool.queue.heads():
+        gpus = _choose(pool, request_class, withheld, now) if pool.improved or not request_class.tried else None
         if gpus is not None:
             pool.grant_waiter(waiter, gpus, now)
             # Whoever could not be kept anything before may lack only what was granted just now.
             _keep_for_first(pool, overtaken, withheld, now)
             continue
-        line.tried = True
+        request_class.tried = True
         if pool.allocator.freed:
-            withheld.update(gpus_to_await(pool.allocator, line.wishes, now))
-        if waiter.may_keep and now - waiter.enqueued_at >= pool.settings.max_bypass_seconds:
+            withheld.update(gpus_to_await(pool.allocator, request_class.requirements, now))
+        if waiter.may_reserve and now - waiter.enqueued_at >= pool.settings.max_bypass_seconds:
             overtaken.append(waiter)
             _keep_for_first(pool, overtaken[-1:], withheld, now)
     pool.improved.clear()
 
 
-def _serve(pool: Pool, line: Line, now: float) -> None:
+def _serve(pool: Pool, request_class: RequestClass, now: float) -> None:
     """The same where all wait for the same thing, as they mostly do: nobody can be passed over."""
-    while line.waiters:
-        gpus = pool.allocator.best_plain((), now) if line.is_plain else _choose(pool, line, (), now)
+    while request_class.waiters:
+        gpus = pool.allocator.best_plain((), now) if request_class.is_plain else _choose(pool, request_class, (), now)
         if gpus is None:
-            line.tried = True
+            request_class.tried = True
             break
-        pool.grant_waiter(line.head, gpus, now)
+        pool.grant_waiter(request_class.head, gpus, now)
     pool.improved.clear()
 
 
-def _choose(pool: Pool, line: Line, withheld: Collection[str], now: float) -> tuple[GPUResourceState, ...] | None:
-    allocator, wishes = pool.allocator, line.wishes
-    if line.is_plain:
+def _choose(
+    pool: Pool, request_class: RequestClass, withheld: Collection[str], now: float
+) -> tuple[GPUResourceState, ...] | None:
+    allocator, requirements = pool.allocator, request_class.requirements
+    if request_class.is_plain:
         return allocator.best_plain(withheld, now)
     candidates: Iterable[GPUResourceState] = allocator.gpus.values()
-    if line.tried:
-        changed = [gpu for gpu in pool.improved.values() if allocator.is_eligible(gpu, wishes, now)]
+    if request_class.tried:
+        changed = [gpu for gpu in pool.improved.values() if allocator.is_eligible(gpu, requirements, now)]
         if not changed:
             return None
-        if wishes.count == 1:
+        if requirements.count == 1:
             candidates = changed
-    return allocator.best(wishes, candidates, withheld, now)
+    return allocator.best(requirements, candidates, withheld, now)
 
 
 def _keep_for_first(pool: Pool, overtaken: list[Waiter], withheld: set[str], now: float) -> None:
     """Keep GPUs for the first of those that were overtaken for long enough; who comes after it cannot have them."""
     for waiter in overtaken:
-        keeper = pool.keeper
-        if keeper is not None and keeper.order < waiter.order:
+        reserved_for = pool.reserved_for
+        if reserved_for is not None and reserved_for.order < waiter.order:
             return  # they are kept for an earlier one
         if not can_judge(pool.allocator, waiter):
-            if waiter is keeper:
-                withheld.update(keeper.kept)
+            if waiter is reserved_for:
+                withheld.update(reserved_for.reserved)
                 return
             continue
-        kept = gpus_to_keep(pool.allocator, waiter, pool.improved.values() if waiter is keeper else None, now)
-        if kept and waiter is keeper and kept == keeper.kept:
-            withheld.update(kept)
+        reserved = gpus_to_reserve(
+            pool.allocator, waiter, pool.improved.values() if waiter is reserved_for else None, now
+        )
+        if reserved and waiter is reserved_for and reserved == reserved_for.reserved:
+            withheld.update(reserved)
             return
-        if keeper is not None and (kept or waiter is keeper):
-            pool.improve(keeper.kept)
-            pool.keep(keeper, ())
-        if kept:
-            pool.keep(waiter, kept)
-            withheld.update(kept)
+        if reserved_for is not None and (reserved or waiter is reserved_for):
+            pool.improve(reserved_for.reserved)
+            pool.reserve(reserved_for, ())
+        if reserved:
+            pool.reserve(waiter, reserved)
+            withheld.update(reserved)
             return

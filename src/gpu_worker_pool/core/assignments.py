@@ -60,7 +60,7 @@ class Lease:
     expires_at: float | None
     quarantine: Quarantine | None = None
     #: The asking whose answer made it held; empty once anybody may know of it by another one.
-    ask: str = ""
+    poll_id: str = ""
 
     @property
     def is_live(self) -> bool:
@@ -68,7 +68,7 @@ class Lease:
 
     @property
     def is_shareable(self) -> bool:
-        return self.request.wishes.share
+        return self.request.requirements.share
 
     @property
     def worker(self) -> str:
@@ -80,9 +80,9 @@ class Lease:
             raise IllegalMoveError(f"a lease cannot go from {self.state} to {target}")
         return replace(self, state=target, **changes)
 
-    def extended(self, expires_at: float | None, ask: str = "") -> Lease:
+    def extended(self, expires_at: float | None, poll_id: str = "") -> Lease:
         """By its holder, or by an asking; only if that is the one that brought it about, nobody else knows of it."""
-        return replace(self, expires_at=expires_at, ask=ask if ask == self.ask else "")
+        return replace(self, expires_at=expires_at, poll_id=poll_id if poll_id == self.poll_id else "")
 
 
 class WorkerAssignmentTracker:

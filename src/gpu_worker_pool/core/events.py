@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.record import record
-from gpu_worker_pool.core.wishes import PLAIN
+from gpu_worker_pool.core.requirements import ANY_GPU
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.readings import Reading
-    from gpu_worker_pool.core.wishes import Wishes
+    from gpu_worker_pool.core.requirements import Requirements
 
 
 @record
@@ -17,7 +17,7 @@ class Request:
     """Who asks for what. Asking twice under one id must mean the same request."""
 
     request_id: str
-    wishes: Wishes = PLAIN
+    requirements: Requirements = ANY_GPU
     worker_id: str = ""
     #: Who may cancel, renew and release it; compared, never interpreted.
     owner: str = ""
@@ -39,11 +39,11 @@ class Requested:
     #: When to stop waiting.
     deadline: float | None = None
     #: Until when the asker listens for the answer; None: until it has one.
-    asking_until: float | None = None
+    poll_deadline: float | None = None
     #: Whether GPUs may be kept for it here: one that waits in several places may have them kept in one only (rule 4).
-    may_keep: bool = True
-    #: Names this one asking, for `StoppedListening`.
-    ask: str = ""
+    may_reserve: bool = True
+    #: Names this one asking, for `PollAbandoned`.
+    poll_id: str = ""
 
 
 @record
@@ -75,12 +75,12 @@ class Renewed:
 
 
 @record
-class StoppedListening:
+class PollAbandoned:
     """Nobody is there any more to hear the answer to this asking: what it is granted is only offered (rule 9)."""
 
     request_id: str
     #: Which asking. Its asker may have asked again since: what another asking waits for, or was told, stays as it is.
-    ask: str
+    poll_id: str
     #: Whether it is the asker who went, and not whoever would have answered, as when a server stops.
     is_gone: bool = True
 
@@ -152,7 +152,7 @@ Event = (
     | Cancelled
     | Released
     | Renewed
-    | StoppedListening
+    | PollAbandoned
     | Resumed
     | HolderGone
     | QuarantineEnded

@@ -48,7 +48,7 @@ def _trace_beside(others: list[Lease], before: HeldGPU, reading: Reading, settin
         then = next(held for held in other.held if held.gpu_id == before.gpu_id)
         if then.processes is not None and before.processes is not None and (then.processes - before.processes) & there:
             return f"what was there before {other.worker} came is there yet"
-    promised_mb = [other.request.wishes.memory_mb for other in others]
+    promised_mb = [other.request.requirements.memory_mb for other in others]
     if reading.memory_used_mb is None or before.memory_used_mb is None or None in promised_mb:
         return f"cannot be told from what {others[0].worker} uses"
     limit = before.memory_used_mb + sum(filter(None, promised_mb)) + settings.returned_memory_slack_mb

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.core.keeping import gpus_to_await
 from gpu_worker_pool.core.obstacles import Obstacle, ObstacleKind, obstacles
 from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.record import record
+from gpu_worker_pool.core.reservation import gpus_to_await
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.pool import Pool
-    from gpu_worker_pool.core.wishes import Wishes
+    from gpu_worker_pool.core.requirements import Requirements
 
 
 @record
@@ -30,7 +30,7 @@ class GPUExplanation:
 
 @record
 class Explanation:
-    wishes: Wishes
+    requirements: Requirements
     #: 1 is next; what it would be, for wishes that nobody has asked for yet.
     position: int
     waiting_seconds: float
@@ -40,7 +40,7 @@ class Explanation:
     #: What it waits for, or what would become of it.
     verdict: str
     #: Whether its place in the line has to do with it.
-    is_in_line: bool
+    is_queued: bool
 
     @property
     def summary(self) -> str:
@@ -50,9 +50,9 @@ class Explanation:
     def summary_at(self, position: int) -> str:
         """For one at another place who asks for the same: they wait for the same."""
         place = ""
-        if self.is_in_line:
+        if self.is_queued:
             place = "next in line; " if position == 1 else f"number {position} in line; "
-        return f"{self.wishes}: {place}{self.verdict}"
+        return f"{self.requirements}: {place}{self.verdict}"
 
     def __str__(self) -> str:
         return "\n".join([self.summary, *(f"  {gpu}" for gpu in self.gpus)])
@@ -63,16 +63,16 @@ def explain(pool: Pool, request_id: str, now: float) -> Explanation | None:
     waiter = pool.requests.get(request_id)
     if not isinstance(waiter, Waiter):
         return None
-    return _explain(pool, waiter.request.wishes, waiter, max(now, pool.now))
+    return _explain(pool, waiter.request.requirements, waiter, max(now, pool.now))
 
 
-def explain_wishes(pool: Pool, wishes: Wishes, now: float) -> Explanation:
+def explain_requirements(pool: Pool, requirements: Requirements, now: float) -> Explanation:
     """Why somebody who asked for this now would wait."""
-    return _explain(pool, wishes, None, max(now, pool.now))
+    return _explain(pool, requirements, None, max(now, pool.now))
 
 
-def _explain(pool: Pool, wishes: Wishes, waiter: Waiter | None, now: float) -> Explanation:
-    order = (-wishes.priority, pool.ticket + 1) if waiter is None else waiter.order
+def _explain(pool: Pool, requirements: Requirements, waiter: Waiter | None, now: float) -> Explanation:
+    order = (-requirements.priority, pool.ticket + 1) if waiter is None else waiter.order
     position = pool.queue.position(order)
     waiting_seconds = 0.0 if waiter is None else now - waiter.enqueued_at
     withheld = _withheld(pool, order, now)
@@ -81,31 +81,33 @@ def _explain(pool: Pool, wishes: Wishes, waiter: Waiter | None, now: float) -> E
     for gpu in pool.allocator.gpus.values():
         if (gpu.is_gone or gpu.last_seen is None) and not gpu.leases:
             continue  # of the past: nothing is promised on it, and nobody has seen it since this process began
-        found = list(obstacles(gpu, wishes, pool.settings, now))
+        found = list(obstacles(gpu, requirements, pool.settings, now))
         if gpu.gpu_id in withheld:
-            found.append(Obstacle(ObstacleKind.KEPT, f"kept for {withheld[gpu.gpu_id]}"))
+            found.append(Obstacle(ObstacleKind.RESERVED, f"kept for {withheld[gpu.gpu_id]}"))
         name = gpu.last_seen.name if gpu.last_seen is not None else None
         gpus.append(GPUExplanation(gpu.gpu_id, gpu.endpoint.endpoint_id, name, tuple(found)))
-    impossible = pool.allocator.impossible(wishes)
-    verdict, is_in_line = _verdict(pool, wishes, gpus, impossible)
-    return Explanation(wishes, position, waiting_seconds, tuple(gpus), impossible, verdict, is_in_line)
+    impossible = pool.allocator.impossible(requirements)
+    verdict, is_queued = _verdict(pool, requirements, gpus, impossible)
+    return Explanation(requirements, position, waiting_seconds, tuple(gpus), impossible, verdict, is_queued)
 
 
 def _withheld(pool: Pool, order: tuple[int, int], now: float) -> dict[str, str]:
     """The GPUs that one of this order cannot have because of one before it: which, and for whom."""
     withheld = {}
-    for line, earlier in pool.queue.heads():
+    for request_class, earlier in pool.queue.heads():
         if earlier.order >= order:
             break
-        for gpu_id in gpus_to_await(pool.allocator, line.wishes, now):
+        for gpu_id in gpus_to_await(pool.allocator, request_class.requirements, now):
             withheld[gpu_id] = f"{earlier.worker}, which is before you, until it was read again"
-        if earlier is pool.keeper:
-            for gpu_id in earlier.kept:
+        if earlier is pool.reserved_for:
+            for gpu_id in earlier.reserved:
                 withheld[gpu_id] = f"{earlier.worker}, which has waited longer"
     return withheld
 
 
-def _verdict(pool: Pool, wishes: Wishes, gpus: list[GPUExplanation], impossible: tuple[str, ...]) -> tuple[str, bool]:
+def _verdict(
+    pool: Pool, requirements: Requirements, gpus: list[GPUExplanation], impossible: tuple[str, ...]
+) -> tuple[str, bool]:
     if impossible:
         return f"can never be granted. {'; '.join(impossible)}", False
     if not gpus:
@@ -113,10 +115,10 @@ def _verdict(pool: Pool, wishes: Wishes, gpus: list[GPUExplanation], impossible:
         return "no GPU is known yet" + (f", {', '.join(silent)} did not answer" if silent else ""), False
     free: Counter[str] = Counter(gpu.endpoint_id for gpu in gpus if not gpu.obstacles)
     most = max(free.values(), default=0)
-    if most >= wishes.count:
+    if most >= requirements.count:
         return "could be granted now", False
     why = Counter(gpu.obstacles[0].kind for gpu in gpus if gpu.obstacles)
     reasons = ", ".join(f"{number} {kind.value.replace('_', ' ')}" for kind, number in why.most_common())
     together = " on one endpoint" if len(pool.allocator.endpoints) > 1 else ""
-    lacking = f"{most} of {wishes.count} free{together}; " if wishes.count > 1 else ""
+    lacking = f"{most} of {requirements.count} free{together}; " if requirements.count > 1 else ""
     return f"{lacking}of {len(gpus)} {'GPU' if len(gpus) == 1 else 'GPUs'}: {reasons}", True

@@ -132,7 +132,7 @@ class GPUResourceState:
         used_before = self._first_held().memory_used_mb
         if used_before is None:
             return None
-        declared = sum(lease.request.wishes.memory_mb or math.inf for lease in self.leases.values())
+        declared = sum(lease.request.requirements.memory_mb or math.inf for lease in self.leases.values())
         return reading.memory_total_mb - max(reading.memory_used_mb, used_before + declared)
 
     def foreign_processes(self) -> Iterable[ProcessReading] | None:

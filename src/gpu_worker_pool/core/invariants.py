@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.core.keeping import gpus_to_await
 from gpu_worker_pool.core.moves import LeaseState, RequestState
-from gpu_worker_pool.core.wishes import PLAIN
+from gpu_worker_pool.core.requirements import ANY_GPU
+from gpu_worker_pool.core.reservation import gpus_to_await
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.pool import Pool
@@ -40,7 +40,7 @@ def _check_promises(pool: Pool) -> None:
     must(len(set(fences)) == len(fences), "two leases have one fence")
     must(max(fences, default=0) <= pool.fence, "a lease has a fence that was not given out")
     for lease in pool.leases:
-        must(len(set(lease.gpu_ids)) == lease.request.wishes.count, f"{lease} has not what it asked for")
+        must(len(set(lease.gpu_ids)) == lease.request.requirements.count, f"{lease} has not what it asked for")
         gpus = [pool.allocator.gpus[gpu_id] for gpu_id in lease.gpu_ids]
         must(lease.gpu_ids == tuple(held.gpu_id for held in lease.held), f"{lease} names other GPUs than it has")
         must(all(gpu.leases.get(lease.lease_id) is lease for gpu in gpus), f"{lease} is not on its GPU")
@@ -64,26 +64,37 @@ def _check_books(pool: Pool) -> None:
 
 
 def _check_queue(pool: Pool) -> None:
-    for line in pool.queue.lines():
-        must(line.waiters, "an empty line was left behind")
-        tickets = [waiter.ticket for waiter in line.waiters.values()]
+    for request_class in pool.queue.request_classes():
+        must(request_class.waiters, "an empty line was left behind")
+        tickets = [waiter.ticket for waiter in request_class.waiters.values()]
         must(tickets == sorted(tickets), "a line is out of order")
         must(
-            all(waiter.request.wishes == line.wishes for waiter in line.waiters.values()), "one stands in a wrong line"
+            all(waiter.request.requirements == request_class.requirements for waiter in request_class.waiters.values()),
+            "one stands in a wrong line",
         )
-        must(line.is_plain == pool.allocator.is_plain(line.wishes), f"{line.wishes} are not what their line says")
-    must(sum(len(line.waiters) for line in pool.queue.lines()) == len(pool.queue), "the lines and the queue disagree")
-    keeper = pool.keeper
-    if keeper is not None:
-        must(pool.requests.get(keeper.request.request_id) is keeper, "GPUs are kept for nobody")
-        must(len(keeper.kept) == keeper.request.wishes.count, "more or fewer GPUs are kept than were asked for")
-    must(not pool.improved and not pool.has_new_line, "somebody was not looked at")
+        must(
+            request_class.is_plain == pool.allocator.is_plain(request_class.requirements),
+            f"{request_class.requirements} are not what their line says",
+        )
+    must(
+        sum(len(request_class.waiters) for request_class in pool.queue.request_classes()) == len(pool.queue),
+        "the lines and the queue disagree",
+    )
+    reserved_for = pool.reserved_for
+    if reserved_for is not None:
+        must(pool.requests.get(reserved_for.request.request_id) is reserved_for, "GPUs are kept for nobody")
+        must(
+            len(reserved_for.reserved) == reserved_for.request.requirements.count,
+            "more or fewer GPUs are kept than were asked for",
+        )
+    must(not pool.improved and not pool.has_new_class, "somebody was not looked at")
     for waiter in pool.queue.in_order():
         must(
-            waiter.line is pool.queue.line(waiter.request.wishes) and waiter.state is RequestState.WAITING,
+            waiter.request_class is pool.queue.request_class(waiter.request.requirements)
+            and waiter.state is RequestState.WAITING,
             f"{waiter} has ended and still waits",
         )
-        must(waiter is keeper or not waiter.kept, "GPUs are kept for two")
+        must(waiter is reserved_for or not waiter.reserved, "GPUs are kept for two")
 
 
 def _check_index(pool: Pool) -> None:
@@ -94,7 +105,7 @@ def _check_index(pool: Pool) -> None:
         must(endpoint.present == seen, f"{endpoint} counts wrongly")
         if allocator.is_fresh(endpoint, pool.now):
             for gpu in endpoint.gpus.values():
-                is_eligible = allocator.is_eligible(gpu, PLAIN, pool.now)
+                is_eligible = allocator.is_eligible(gpu, ANY_GPU, pool.now)
                 must((gpu in endpoint.free) == is_eligible, f"{gpu} is indexed wrongly")
 
 
@@ -116,11 +127,11 @@ def _check_timers(pool: Pool) -> None:
 
 def _check_nothing_forgotten(pool: Pool) -> None:
     """No lost wake-up: nobody waits who could be served."""
-    allocator, keeper = pool.allocator, pool.keeper
+    allocator, reserved_for = pool.allocator, pool.reserved_for
     withheld: set[str] = set()
     for waiter in pool.queue.in_order():
-        wishes = waiter.request.wishes
-        found = allocator.best(wishes, allocator.gpus.values(), withheld, pool.now)
+        requirements = waiter.request.requirements
+        found = allocator.best(requirements, allocator.gpus.values(), withheld, pool.now)
         must(found is None, f"{waiter.request.request_id} waits although it could have {found}")
-        withheld.update(gpus_to_await(allocator, wishes, pool.now))
-        withheld.update(waiter.kept if waiter is keeper else ())
+        withheld.update(gpus_to_await(allocator, requirements, pool.now))
+        withheld.update(waiter.reserved if waiter is reserved_for else ())

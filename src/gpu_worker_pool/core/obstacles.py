@@ -6,15 +6,15 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.record import record
-from gpu_worker_pool.core.wishes import names_gpu
+from gpu_worker_pool.core.requirements import names_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from gpu_worker_pool.core.gpus import GPUResourceState
     from gpu_worker_pool.core.readings import ProcessReading, Reading
+    from gpu_worker_pool.core.requirements import Requirements
     from gpu_worker_pool.core.settings import PoolSettings
-    from gpu_worker_pool.core.wishes import Wishes
 
 
 class ObstacleKind(StrEnum):
@@ -43,7 +43,7 @@ class ObstacleKind(StrEnum):
     QUARANTINED = "quarantined"
     PROMISED_ELSEWHERE = "promised_elsewhere"
     TOO_LITTLE_LEFT = "too_little_left"
-    KEPT = "kept"
+    RESERVED = "kept"
 
 
 @record
@@ -58,13 +58,15 @@ class Obstacle:
         return self.text
 
 
-def obstacles(gpu: GPUResourceState, wishes: Wishes, settings: PoolSettings, now: float) -> Iterator[Obstacle]:
+def obstacles(
+    gpu: GPUResourceState, requirements: Requirements, settings: PoolSettings, now: float
+) -> Iterator[Obstacle]:
     """Why this request cannot have this GPU now."""
     reading = gpu.reading
     if reading is None:
         yield Obstacle(ObstacleKind.NOT_SEEN, "missing from the last reading")
         return
-    yield from lasting_obstacles(reading, wishes, settings)
+    yield from lasting_obstacles(reading, requirements, settings)
     age = now - gpu.endpoint.begun_at
     if age > settings.reading_max_age_seconds:
         limit = settings.reading_max_age_seconds
@@ -72,48 +74,48 @@ def obstacles(gpu: GPUResourceState, wishes: Wishes, settings: PoolSettings, now
     if gpu.endpoint.begun_at <= gpu.read_after:
         yield Obstacle(ObstacleKind.READING_BEFORE_RELEASE, "not read since its last lease ended")
     # Promises before readings: what a held GPU is doing is its holder's doing.
-    yield from promise_obstacles(gpu, wishes, now)
-    yield from reading_obstacles(reading, gpu.foreign_processes(), wishes, settings)
+    yield from promise_obstacles(gpu, requirements, now)
+    yield from reading_obstacles(reading, gpu.foreign_processes(), requirements, settings)
 
 
-def lasting_obstacles(reading: Reading, wishes: Wishes, settings: PoolSettings) -> Iterator[Obstacle]:
+def lasting_obstacles(reading: Reading, requirements: Requirements, settings: PoolSettings) -> Iterator[Obstacle]:
     """Why this GPU could never serve the request, whatever it is doing (rule 5)."""
-    model = wishes.gpu_model
+    model = requirements.gpu_model
     if model is not None and model.casefold() not in reading.name.casefold():
         yield Obstacle(ObstacleKind.WRONG_MODEL, f"{reading.name}, not {model}")
-    if wishes.only is not None and not any(names_gpu(name, reading) for name in wishes.only):
-        yield Obstacle(ObstacleKind.NOT_AMONG_ONLY, f"not among {_few(wishes.only)}")
-    if any(names_gpu(name, reading) for name in wishes.exclude):
+    if requirements.only is not None and not any(names_gpu(name, reading) for name in requirements.only):
+        yield Obstacle(ObstacleKind.NOT_AMONG_ONLY, f"not among {_few(requirements.only)}")
+    if any(names_gpu(name, reading) for name in requirements.exclude):
         yield Obstacle(ObstacleKind.EXCLUDED, "excluded")
-    if reading.is_mig_device and wishes.count > 1:
+    if reading.is_mig_device and requirements.count > 1:
         yield Obstacle(ObstacleKind.MIG_DEVICE, "a MIG device, of which a process can use only one")
-    needed, total = wishes.needed_memory_mb, reading.memory_total_mb
+    needed, total = requirements.needed_memory_mb, reading.memory_total_mb
     if total is not None and needed > total:
         yield Obstacle(ObstacleKind.TOO_SMALL, f"has {total:g} MB in all, {needed:g} MB are needed", total, needed)
     for name, limit in (
-        ("memory", memory_limit(wishes, settings)),
-        ("utilization", utilization_limit(wishes, settings)),
+        ("memory", memory_limit(requirements, settings)),
+        ("utilization", utilization_limit(requirements, settings)),
     ):
         if limit is not None and limit <= 0:
             yield Obstacle(ObstacleKind.THRESHOLD_IS_ZERO, f"nothing is below a {name} threshold of 0 %", None, 0.0)
 
 
 def reading_obstacles(
-    reading: Reading, foreign: Iterable[ProcessReading] | None, wishes: Wishes, settings: PoolSettings
+    reading: Reading, foreign: Iterable[ProcessReading] | None, requirements: Requirements, settings: PoolSettings
 ) -> Iterator[Obstacle]:
     """What the GPU itself shows against the request. `foreign` processes are None where none can be seen."""
     if reading.fault is not None:
         yield Obstacle(ObstacleKind.UNHEALTHY, f"unhealthy: {reading.fault}")
 
     used = reading.memory_usage_percent
-    limit = memory_limit(wishes, settings)
+    limit = memory_limit(requirements, settings)
     if used is None:
         yield Obstacle(ObstacleKind.MEMORY_UNKNOWN, "does not tell its memory usage")
     elif limit is not None and used >= limit:
         yield Obstacle(ObstacleKind.MEMORY_IN_USE, f"memory {used:.1f} % used, not below {limit:g} %", used, limit)
 
     utilization = reading.utilization_percent
-    limit = utilization_limit(wishes, settings)
+    limit = utilization_limit(requirements, settings)
     if utilization is not None:
         if limit is not None and utilization >= limit:
             text = f"utilization {utilization:.1f} %, not below {limit:g} %"
@@ -121,15 +123,15 @@ def reading_obstacles(
     elif reading.reports_utilization:
         yield Obstacle(ObstacleKind.UTILIZATION_UNKNOWN, "its utilization could not be read")
 
-    if wishes.policy == "idle" or (utilization is None and not reading.reports_utilization):
+    if requirements.policy == "idle" or (utilization is None and not reading.reports_utilization):
         if foreign is None:
             yield Obstacle(ObstacleKind.PROCESSES_UNKNOWN, "its processes cannot be seen")
         else:
             for process in foreign:
                 yield Obstacle(ObstacleKind.FOREIGN_PROCESS, f"in use by {process}")
 
-    if wishes.min_free_memory_mb is not None:
-        free, needed = reading.memory_free_mb, wishes.min_free_memory_mb
+    if requirements.min_free_memory_mb is not None:
+        free, needed = reading.memory_free_mb, requirements.min_free_memory_mb
         if free is None:
             yield Obstacle(ObstacleKind.MEMORY_UNKNOWN, "does not tell its free memory")
         elif free < needed:
@@ -137,12 +139,12 @@ def reading_obstacles(
             yield Obstacle(ObstacleKind.TOO_LITTLE_FREE, text, free, needed)
 
 
-def promise_obstacles(gpu: GPUResourceState, wishes: Wishes, now: float) -> Iterator[Obstacle]:
+def promise_obstacles(gpu: GPUResourceState, requirements: Requirements, now: float) -> Iterator[Obstacle]:
     """What was promised to others. Rule 2: one worker a GPU, unless all of them declare memory and share."""
     if gpu.reading is not None and gpu.reading.is_promised_elsewhere:
         yield Obstacle(ObstacleKind.PROMISED_ELSEWHERE, "promised by its server to somebody else")
     for lease in gpu.leases.values():
-        if wishes.share and lease.is_shareable:
+        if requirements.share and lease.is_shareable:
             continue
         if lease.quarantine is not None:
             since = now - lease.quarantine.since
@@ -150,7 +152,7 @@ def promise_obstacles(gpu: GPUResourceState, wishes: Wishes, now: float) -> Iter
             yield Obstacle(ObstacleKind.QUARANTINED, text)
         else:
             yield Obstacle(ObstacleKind.HELD, f"held by {lease.worker} for {now - lease.granted_at:.0f} s")
-    needed = wishes.memory_mb
+    needed = requirements.memory_mb
     if needed is not None:
         left = gpu.memory_left_mb()
         if left is None:
@@ -165,14 +167,14 @@ def _few(names: tuple[str, ...]) -> str:
     return ", ".join(names if len(names) <= 8 else (*names[:7], f"{len(names) - 7} more"))
 
 
-def memory_limit(wishes: Wishes, settings: PoolSettings) -> float | None:
+def memory_limit(requirements: Requirements, settings: PoolSettings) -> float | None:
     """For requests that share, thresholds count only where they name them."""
-    if wishes.memory_threshold is not None:
-        return wishes.memory_threshold
-    return None if wishes.share else settings.memory_threshold_percent
+    if requirements.memory_threshold is not None:
+        return requirements.memory_threshold
+    return None if requirements.share else settings.memory_threshold_percent
 
 
-def utilization_limit(wishes: Wishes, settings: PoolSettings) -> float | None:
-    if wishes.utilization_threshold is not None:
-        return wishes.utilization_threshold
-    return None if wishes.share else settings.utilization_threshold_percent
+def utilization_limit(requirements: Requirements, settings: PoolSettings) -> float | None:
+    if requirements.utilization_threshold is not None:
+        return requirements.utilization_threshold
+    return None if requirements.share else settings.utilization_threshold_percent

@@ -21,23 +21,23 @@ from gpu_worker_pool.core.events import (
     GPUsVanished,
     HolderGone,
     Observed,
+    PollAbandoned,
     QuarantineEnded,
     Released,
     Renewed,
     Requested,
     Resumed,
     Stopped,
-    StoppedListening,
     Ticked,
     Unreachable,
 )
 from gpu_worker_pool.core.evidence import trace_of
 from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, IllegalMoveError, LeaseState, RequestState
-from gpu_worker_pool.core.queue import Line, Waiter, WorkerQueue
+from gpu_worker_pool.core.queue import RequestClass, Waiter, WorkerQueue
 from gpu_worker_pool.core.remembered import Outcome, RememberedOutcomes
+from gpu_worker_pool.core.requirements import ANY_GPU
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.core.timers import Timers
-from gpu_worker_pool.core.wishes import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -78,9 +78,9 @@ class Pool:
         #: How many requests and leases have ended in each way.
         self.tally: dict[RequestState | LeaseState, int] = dict.fromkeys((*RequestState, *LeaseState), 0)
         #: The one waiter for whom GPUs are kept; which ones, it knows itself (rule 4).
-        self.keeper: Waiter | None = None
+        self.reserved_for: Waiter | None = None
         #: Whether a line was begun that has not been looked at yet.
-        self.has_new_line = False
+        self.has_new_class = False
         #: GPUs that may have become eligible for somebody who waits, since the last assignment.
         self.improved: dict[str, GPUResourceState] = {}
         self.quarantined: dict[str, None] = {}
@@ -115,7 +115,7 @@ class Pool:
     def _follow_up(self, now: float) -> None:
         """After an event: who can be served now, what is due at once, which readings and which wake-up are wanted."""
         timers = self.timers
-        if self.improved or self.has_new_line:
+        if self.improved or self.has_new_class:
             assign(self, now)
         if now >= timers.not_before and self._run_timers(now):
             assign(self, now)
@@ -155,27 +155,27 @@ class Pool:
 
     def grant_waiter(self, waiter: Waiter, gpus: tuple[GPUResourceState, ...], now: float) -> None:
         self._leave_queue(waiter, GRANTED)
-        claim_until = None
-        if waiter.asking_until is not None and now > waiter.asking_until:
-            # Rule 9: an asker that does not listen just now has `claim_seconds` to come back, but for one that is to be
-            # given up sooner no GPU is kept longer than its place would have been.
-            claim_until = min(now + self.settings.claim_seconds, waiter.gives_up_at or math.inf)
-        self._grant(waiter.request, waiter.enqueued_at, claim_until, gpus, now, waiter.ask)
+        offer_deadline = None
+        if waiter.poll_deadline is not None and now > waiter.poll_deadline:
+            # Rule 9: a client that is between two polls has `offer_ttl_seconds` to come back, but an offer never
+            # outlives the client's place in the queue.
+            offer_deadline = min(now + self.settings.offer_ttl_seconds, waiter.gives_up_at or math.inf)
+        self._grant(waiter.request, waiter.enqueued_at, offer_deadline, gpus, now, waiter.poll_id)
 
     def _grant(
         self,
         request: Request,
         requested_at: float,
-        claim_until: float | None,
+        offer_deadline: float | None,
         gpus: tuple[GPUResourceState, ...],
         now: float,
-        ask: str,
+        poll_id: str,
     ) -> None:
-        """The one place that grants; `claim_until`: if it is not heard, when it must have been asked for."""
+        """The one place that grants; `offer_deadline`: if it is not heard, when it must have been asked for."""
         self.fence = fence = self.fence + 1
         state, expires_at = HELD, None
-        if claim_until is not None:
-            state, expires_at = LeaseState.OFFERED, claim_until
+        if offer_deadline is not None:
+            state, expires_at = LeaseState.OFFERED, offer_deadline
         elif request.ttl_seconds is not None:
             expires_at = now + request.ttl_seconds
         gpu = gpus[0]
@@ -197,7 +197,7 @@ class Pool:
             now,
             expires_at,
             None,
-            ask,
+            poll_id,
         )
         self.requests[request.request_id] = lease
         self.leases.assign(lease)
@@ -216,14 +216,14 @@ class Pool:
         if state not in REQUEST_MOVES[waiter.state]:
             raise IllegalMoveError(f"a request cannot go from {waiter.state} to {state}")
         waiter.state = state
-        if waiter.line is not None:
+        if waiter.request_class is not None:
             self.queue.remove(waiter)
             self.timers.clear("waiter", waiter.request.request_id)
             # What was kept or awaited for it may serve another now.
             self.improved.update(self.allocator.freed)
-            if waiter is self.keeper:
-                self.improve(waiter.kept)
-                self.keeper = None
+            if waiter is self.reserved_for:
+                self.improve(waiter.reserved)
+                self.reserved_for = None
 
     def set_waiter_timer(self, waiter: Waiter) -> None:
         at = waiter.deadline
@@ -246,38 +246,38 @@ class Pool:
                 return
             self.outcomes.forget(known)
         self.ticket += 1
-        wishes = request.wishes
+        requirements = request.requirements
         meets_nobody = not queue.waiting
         if meets_nobody:
             # Nobody could be passed over: it is served at once, if it can be.
-            if wishes is PLAIN or allocator.is_plain(wishes):
+            if requirements is ANY_GPU or allocator.is_plain(requirements):
                 gpus = allocator.best_plain((), now)
             else:
-                gpus = allocator.best(wishes, allocator.gpus.values(), (), now)
+                gpus = allocator.best(requirements, allocator.gpus.values(), (), now)
             if gpus is not None:
-                self._grant(request, now, None, gpus, now, event.ask)  # whoever asks listens
+                self._grant(request, now, None, gpus, now, event.poll_id)  # whoever asks listens
                 return
-        waiter = Waiter(request, self.ticket, now, event.deadline, may_keep=event.may_keep, ask=event.ask)
-        if event.asking_until is not None:
+        waiter = Waiter(request, self.ticket, now, event.deadline, may_reserve=event.may_reserve, poll_id=event.poll_id)
+        if event.poll_deadline is not None:
             self._listens(waiter, event, now)
-        reasons = allocator.impossible(wishes)
+        reasons = allocator.impossible(requirements)
         if reasons:
             self._end_request(waiter, RequestState.REJECTED, now, reasons)
             return
-        line = queue.line(wishes)
-        if line is None:
-            line = Line(wishes, is_plain=allocator.is_plain(wishes))
-            line.tried = meets_nobody
-            self.has_new_line = not meets_nobody
-        queue.enqueue(waiter, line)
+        request_class = queue.request_class(requirements)
+        if request_class is None:
+            request_class = RequestClass(requirements, is_plain=allocator.is_plain(requirements))
+            request_class.tried = meets_nobody
+            self.has_new_class = not meets_nobody
+        queue.enqueue(waiter, request_class)
         self.requests[request.request_id] = waiter
         self.set_waiter_timer(waiter)
 
     def _asked_again(self, known: Waiter | Lease | Outcome, event: Requested, now: float) -> None:
         if isinstance(known, Waiter):
             # Asked here for the first time, perhaps: whoever took it in may have known of other GPUs.
-            known.is_adopted = False
-            if reasons := self.allocator.impossible(known.request.wishes):
+            known.is_replicated = False
+            if reasons := self.allocator.impossible(known.request.requirements):
                 self._end_request(known, RequestState.REJECTED, now, reasons)
                 return
             self._listens(known, event, now)
@@ -288,27 +288,27 @@ class Pool:
             if ended not in self._effects:  # it may have ended in this very moment
                 self._effects.append(ended)
         elif known.is_live:
-            self._effects.append(Granted(self._renew(known, now, event.ask)))
+            self._effects.append(Granted(self._renew(known, now, event.poll_id)))
         elif known.quarantine is not None:
             reasons = (known.quarantine.reason,)
             self._effects.append(Ended(known.request.request_id, GRANTED, reasons))
 
     def _listens(self, waiter: Waiter, event: Requested, now: float) -> None:
         waiter.deadline = event.deadline
-        waiter.asking_until = waiter.gives_up_at = None
-        if event.asking_until is not None:
+        waiter.poll_deadline = waiter.gives_up_at = None
+        if event.poll_deadline is not None:
             # It listens at this moment at least, however long it took to get here.
-            waiter.asking_until = max(event.asking_until, now)
-            waiter.gives_up_at = waiter.asking_until + self.settings.patience_seconds
-        waiter.may_keep, waiter.ask = event.may_keep, event.ask
-        if waiter is self.keeper and not waiter.may_keep:
-            self.improve(waiter.kept)
-            self.keep(waiter, ())
+            waiter.poll_deadline = max(event.poll_deadline, now)
+            waiter.gives_up_at = waiter.poll_deadline + self.settings.queue_ttl_seconds
+        waiter.may_reserve, waiter.poll_id = event.may_reserve, event.poll_id
+        if waiter is self.reserved_for and not waiter.may_reserve:
+            self.improve(waiter.reserved)
+            self.reserve(waiter, ())
 
-    def keep(self, waiter: Waiter, gpu_ids: tuple[str, ...]) -> None:
+    def reserve(self, waiter: Waiter, gpu_ids: tuple[str, ...]) -> None:
         """Keep these for it, and nothing for anybody else; or nothing for it any more."""
-        waiter.kept, waiter.kept_at = gpu_ids, self.allocator.read_at
-        self.keeper = waiter if gpu_ids else None
+        waiter.reserved, waiter.reserved_at = gpu_ids, self.allocator.read_at
+        self.reserved_for = waiter if gpu_ids else None
         self.requests[waiter.request.request_id] = waiter
 
     # ---- Rule 7: a cancelled waiter that was granted in the same instant gives the GPU back
@@ -389,15 +389,15 @@ class Pool:
         assert lease is not None  # else it was not legal
         self._effects.append(Granted(self._renew(lease, now)))
 
-    def _renew(self, lease: Lease, now: float, ask: str = "") -> Lease:
+    def _renew(self, lease: Lease, now: float, poll_id: str = "") -> Lease:
         """Held for another TTL, or, if it was only offered, from now on."""
         ttl_seconds = lease.request.ttl_seconds
         expires_at = None if ttl_seconds is None else now + ttl_seconds
         if lease.state is LeaseState.OFFERED:
             self.timers.clear("lease", lease.lease_id)
-            lease = lease.moved(HELD, expires_at=expires_at, ask=ask)
+            lease = lease.moved(HELD, expires_at=expires_at, poll_id=poll_id)
         else:
-            lease = lease.extended(expires_at, ask)
+            lease = lease.extended(expires_at, poll_id)
         self._replace_lease(lease)
         return lease
 
@@ -418,7 +418,7 @@ class Pool:
             if lease.is_live and lease.expires_at is not None:
                 ttl_seconds = lease.request.ttl_seconds or self.settings.default_ttl_seconds
                 if lease.state is LeaseState.OFFERED:  # nobody may ever come for it
-                    ttl_seconds = min(ttl_seconds, self.settings.claim_seconds)
+                    ttl_seconds = min(ttl_seconds, self.settings.offer_ttl_seconds)
                 self._replace_lease(lease.extended(max(lease.expires_at, now + ttl_seconds)))
         for waiter in self.queue.in_order():
             if waiter.gives_up_at is not None:
@@ -431,21 +431,21 @@ class Pool:
             self.set_waiter_timer(waiter)
             self.requests[waiter.request.request_id] = waiter
 
-    def _stopped_listening(self, event: StoppedListening, now: float) -> None:
+    def _stopped_listening(self, event: PollAbandoned, now: float) -> None:
         known = self.requests.get(event.request_id)
-        if known is None or isinstance(known, Outcome) or not event.ask or known.ask != event.ask:
+        if known is None or isinstance(known, Outcome) or not event.poll_id or known.poll_id != event.poll_id:
             return
         if isinstance(known, Waiter):
             # Not until this moment, but before: what is granted in the same one would be told to nobody.
-            known.asking_until = now - 1.0
+            known.poll_deadline = now - 1.0
             # Most that hang up are gone for good, and others wait behind them.
             settings = self.settings
-            known.gives_up_at = now + (settings.claim_seconds if event.is_gone else settings.patience_seconds)
+            known.gives_up_at = now + (settings.offer_ttl_seconds if event.is_gone else settings.queue_ttl_seconds)
             self.set_waiter_timer(known)
             self.requests[event.request_id] = known
         elif known.state is HELD:
-            claim_until = now + self.settings.claim_seconds
-            self._replace_lease(known.moved(LeaseState.OFFERED, expires_at=claim_until))
+            offer_deadline = now + self.settings.offer_ttl_seconds
+            self._replace_lease(known.moved(LeaseState.OFFERED, expires_at=offer_deadline))
 
     def _holder_gone(self, event: HolderGone, now: float) -> None:
         lease = self.leases.lookup(event.lease_id)
@@ -499,11 +499,11 @@ class Pool:
                     del self.allocator.freed[gpu.gpu_id]
 
     def _reject_impossible(self, now: float) -> None:
-        for line in self.queue.lines():
-            reasons = self.allocator.impossible(line.wishes)
+        for request_class in self.queue.request_classes():
+            reasons = self.allocator.impossible(request_class.requirements)
             if reasons:
-                for waiter in list(line.waiters.values()):
-                    if not waiter.is_adopted:  # what this process cannot see may be there for the one who took it in
+                for waiter in list(request_class.waiters.values()):
+                    if not waiter.is_replicated:  # what this process cannot see may be there for the one who took it in
                         self._end_request(waiter, RequestState.REJECTED, now, reasons)
 
     def _unreachable(self, event: Unreachable, now: float) -> None:
@@ -538,7 +538,7 @@ class Pool:
         Cancelled: (legality.check_cancelled, _cancelled),
         Released: (legality.check_released, _released),
         Renewed: (legality.check_renewed, _renewed),
-        StoppedListening: (None, _stopped_listening),
+        PollAbandoned: (None, _stopped_listening),
         Resumed: (None, _resumed),
         HolderGone: (None, _holder_gone),
         QuarantineEnded: (legality.check_quarantine_ended, _quarantine_ended),

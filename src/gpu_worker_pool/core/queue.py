@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gpu_worker_pool.core.events import Request
-    from gpu_worker_pool.core.wishes import Wishes
+    from gpu_worker_pool.core.requirements import Requirements
 
 
 @dataclass(slots=True)
@@ -26,21 +26,21 @@ class Waiter:
     enqueued_at: float
     deadline: float | None = None
     #: Until when its asker listens; None: until it has an answer.
-    asking_until: float | None = None
+    poll_deadline: float | None = None
     #: When it is given up unless its asker asks again; None: never.
     gives_up_at: float | None = None
-    may_keep: bool = True
+    may_reserve: bool = True
     #: The last asking; its answer will be the grant.
-    ask: str = ""
+    poll_id: str = ""
     #: The GPUs kept for it, while it is the one for whom GPUs are kept.
-    kept: tuple[str, ...] = ()
+    reserved: tuple[str, ...] = ()
     #: When the readings began by which that was last decided: who knows only older ones leaves it as it is.
-    kept_at: float | None = None
+    reserved_at: float | None = None
     state: RequestState = RequestState.WAITING
     #: Taken in by another process, which may know of GPUs that this one cannot see.
-    is_adopted: bool = field(default=False, repr=False, compare=False, init=False)
+    is_replicated: bool = field(default=False, repr=False, compare=False, init=False)
     #: Where it stands; None for one that is rejected as soon as it comes.
-    line: Line | None = field(default=None, repr=False, compare=False, init=False)
+    request_class: RequestClass | None = field(default=None, repr=False, compare=False, init=False)
 
     @property
     def worker(self) -> str:
@@ -49,16 +49,16 @@ class Waiter:
 
     @property
     def order(self) -> tuple[int, int]:
-        return (-self.request.wishes.priority, self.ticket)
+        return (-self.request.requirements.priority, self.ticket)
 
 
-class Line:
+class RequestClass:
     """Waiters with equal wishes. If its head cannot be served, none of them can."""
 
-    __slots__ = ("is_plain", "tried", "waiters", "wishes")
+    __slots__ = ("is_plain", "requirements", "tried", "waiters")
 
-    def __init__(self, wishes: Wishes, *, is_plain: bool) -> None:
-        self.wishes = wishes
+    def __init__(self, requirements: Requirements, *, is_plain: bool) -> None:
+        self.requirements = requirements
         #: Whether the index of free GPUs answers for it.
         self.is_plain = is_plain
         # Not a dict: taking the first entry off a dict over and over walks along all that were taken before.
@@ -75,20 +75,20 @@ class WorkerQueue:
     """All waiters. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._lines: dict[Wishes, Line] = {}
+        self._classes: dict[Requirements, RequestClass] = {}
         #: How many they are.
         self.waiting = 0
         #: How many of each account, where there is one.
         self._of_account: Counter[str] = Counter()
 
-    def enqueue(self, waiter: Waiter, line: Line | None = None) -> None:
-        """Let it wait at the end of its line; `line` is that, or one to begin if there is none for these wishes."""
-        wishes = waiter.request.wishes
-        line = line or self._lines.get(wishes) or Line(wishes, is_plain=False)
-        if not line.waiters:
-            self._lines[wishes] = line
-        line.waiters[waiter.request.request_id] = waiter
-        waiter.line = line
+    def enqueue(self, waiter: Waiter, request_class: RequestClass | None = None) -> None:
+        """Add it at the end of its class; `request_class` is that class, or a new one if there is none yet."""
+        requirements = waiter.request.requirements
+        request_class = request_class or self._classes.get(requirements) or RequestClass(requirements, is_plain=False)
+        if not request_class.waiters:
+            self._classes[requirements] = request_class
+        request_class.waiters[waiter.request.request_id] = waiter
+        waiter.request_class = request_class
         self.waiting += 1
         if waiter.request.account:
             self._of_account[waiter.request.account] += 1
@@ -101,12 +101,12 @@ class WorkerQueue:
         return None
 
     def remove(self, waiter: Waiter) -> None:
-        line = waiter.line
-        assert line is not None  # it was enqueued
-        del line.waiters[waiter.request.request_id]
+        request_class = waiter.request_class
+        assert request_class is not None  # it was enqueued
+        del request_class.waiters[waiter.request.request_id]
         self.waiting -= 1
-        if not line.waiters:
-            del self._lines[line.wishes]
+        if not request_class.waiters:
+            del self._classes[request_class.requirements]
         if account := waiter.request.account:
             self._of_account[account] -= 1
             if not self._of_account[account]:
@@ -115,7 +115,7 @@ class WorkerQueue:
     def clear(self) -> list[Waiter]:
         """Take all of them off, in order."""
         waiters = self.in_order()
-        self._lines.clear()
+        self._classes.clear()
         self._of_account.clear()
         self.waiting = 0
         return waiters
@@ -127,40 +127,44 @@ class WorkerQueue:
     def size(self) -> int:
         return self.waiting
 
-    def line(self, wishes: Wishes) -> Line | None:
-        return self._lines.get(wishes)
+    def request_class(self, requirements: Requirements) -> RequestClass | None:
+        return self._classes.get(requirements)
 
-    def only_line(self) -> Line | None:
+    def only_class(self) -> RequestClass | None:
         """The line in which all stand, if all stand in one."""
-        if len(self._lines) != 1:
+        if len(self._classes) != 1:
             return None
-        for line in self._lines.values():
-            return line
+        for request_class in self._classes.values():
+            return request_class
         return None
 
-    def lines(self) -> list[Line]:
-        return list(self._lines.values())
+    def request_classes(self) -> list[RequestClass]:
+        return list(self._classes.values())
 
-    def heads(self) -> Iterator[tuple[Line, Waiter]]:
+    def heads(self) -> Iterator[tuple[RequestClass, Waiter]]:
         """The head of each line, in order. A head that was removed meanwhile is followed by the next of its line."""
-        heads = [(line.head.order, line) for line in self._lines.values()]
+        heads = [(request_class.head.order, request_class) for request_class in self._classes.values()]
         heapify(heads)
         while heads:
-            line = heads[0][1]
-            head = line.head
-            yield line, head
-            if line.waiters and line.head is not head:
-                heapreplace(heads, (line.head.order, line))
+            request_class = heads[0][1]
+            head = request_class.head
+            yield request_class, head
+            if request_class.waiters and request_class.head is not head:
+                heapreplace(heads, (request_class.head.order, request_class))
             else:
                 heappop(heads)
 
     def in_order(self) -> list[Waiter]:
-        waiters = [waiter for line in self._lines.values() for waiter in line.waiters.values()]
+        waiters = [waiter for request_class in self._classes.values() for waiter in request_class.waiters.values()]
         return sorted(waiters, key=lambda waiter: waiter.order)
 
     def position(self, order: tuple[int, int]) -> int:
         """The place of a waiter of this order; 1 is next."""
-        return 1 + sum(waiter.order < order for line in self._lines.values() for waiter in line.waiters.values())
+        return 1 + sum(
+            waiter.order < order
+            for request_class in self._classes.values()
+            for waiter in request_class.waiters.values()
+        )
 
     def __bool__(self) -> bool:
         return self.waiting > 0

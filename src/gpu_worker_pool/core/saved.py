@@ -7,21 +7,32 @@ from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from gpu_worker_pool.core.adopting import GPUHistory, adopt
 from gpu_worker_pool.core.assignments import HeldGPU, Lease, Quarantine
 from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.core.moves import LeaseState, RequestState
 from gpu_worker_pool.core.pool import Pool
 from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.remembered import Outcome
-from gpu_worker_pool.core.wishes import PLAIN, Wishes
+from gpu_worker_pool.core.replication import GPUHistory, replicate
+from gpu_worker_pool.core.requirements import ANY_GPU, Requirements
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.settings import PoolSettings
 
 FORMAT = 1
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})
-_NAMES: dict[type[Any], tuple[str, ...]] = {}
+#: Fields that are stored under an older name, so that every version reads the others' ledgers.
+STORED_NAMES = {
+    "requirements": "wishes",
+    "poll_deadline": "asking_until",
+    "poll_id": "ask",
+    "may_reserve": "may_keep",
+    "reserved": "kept",
+    "reserved_at": "kept_at",
+}
+_FIELD_NAMES = {stored: name for name, stored in STORED_NAMES.items()}
+#: By type: the fields, each with the name it is stored under.
+_NAMES: dict[type[Any], tuple[tuple[str, str], ...]] = {}
 #: Fields that are moments, wherever they occur: they move together when the clock begins anew.
 MOMENTS = frozenset(
     {
@@ -88,7 +99,7 @@ def restore(
     pool.tally.update({RequestState(state): count for state, count in saved["requests_ended"].items()})
     pool.tally.update({LeaseState(state): count for state, count in saved["leases_ended"].items()})
     is_same_boot = clock_began_anew_at is None
-    adopt(
+    replicate(
         pool,
         [
             *(lease_of(row, are_processes_known=is_same_boot) for row in saved["leases"]),
@@ -108,7 +119,7 @@ def restore(
     )
     # Without a reading nobody can be served.
     pool.improved.clear()
-    pool.has_new_line = False
+    pool.has_new_class = False
     for row in saved["gpus"]:
         pool.allocator.gpus[row["gpu_id"]].is_gone = row["is_gone"]
     return pool
@@ -123,20 +134,27 @@ def plain(value: Any) -> Any:
         return None if value in (math.inf, -math.inf) else value  # never, in either direction
     if isinstance(value, Enum):
         return value.value
-    if value is PLAIN:
+    if value is ANY_GPU:
         return {}  # what most ask for
     if kind is tuple:
         return [plain(item) for item in value]
     if kind is frozenset:
         return [list(identity) for identity in sorted(value, key=lambda identity: (identity[0], identity[1] or 0.0))]
-    return {name: plain(getattr(value, name)) for name in _field_names(kind)}
+    return {stored: plain(getattr(value, name)) for name, stored in _stored_fields(kind)}
 
 
-def _field_names(kind: type[Any]) -> tuple[str, ...]:
+def _stored_fields(kind: type[Any]) -> tuple[tuple[str, str], ...]:
     names = _NAMES.get(kind)
     if names is None:
-        names = _NAMES[kind] = tuple(field.name for field in fields(kind) if field.init)
+        names = _NAMES[kind] = tuple(
+            (field.name, STORED_NAMES.get(field.name, field.name)) for field in fields(kind) if field.init
+        )
     return names
+
+
+def _fields_of(row: dict[str, Any]) -> dict[str, Any]:
+    """A stored row with the names its type knows."""
+    return {_FIELD_NAMES.get(stored, stored): value for stored, value in row.items()}
 
 
 def moved(value: Any, seconds: float) -> Any:
@@ -154,8 +172,9 @@ def moment_of(value: float | None) -> float:
 
 
 def _request(row: dict[str, Any]) -> Request:
-    wishes = row["wishes"]
-    return Request(**{**row, "wishes": Wishes(**wishes) if wishes else PLAIN})
+    found = _fields_of(row)
+    requirements = found["requirements"]
+    return Request(**{**found, "requirements": Requirements(**requirements) if requirements else ANY_GPU})
 
 
 def _held(row: dict[str, Any], *, are_processes_known: bool) -> HeldGPU:
@@ -167,7 +186,7 @@ def _held(row: dict[str, Any], *, are_processes_known: bool) -> HeldGPU:
 def lease_of(row: dict[str, Any], *, are_processes_known: bool = True) -> Lease:
     return Lease(
         **{
-            **row,
+            **_fields_of(row),
             "request": _request(row["request"]),
             "gpu_ids": tuple(row["gpu_ids"]),
             "held": tuple(_held(held, are_processes_known=are_processes_known) for held in row["held"]),
@@ -179,7 +198,8 @@ def lease_of(row: dict[str, Any], *, are_processes_known: bool = True) -> Lease:
 
 def waiter_of(row: dict[str, Any]) -> Waiter:
     request, state = _request(row["request"]), RequestState(row["state"])
-    return Waiter(**{**row, "request": request, "state": state, "kept": tuple(row["kept"])})
+    found = _fields_of(row)
+    return Waiter(**{**found, "request": request, "state": state, "reserved": tuple(found["reserved"])})
 
 
 def outcome_of(row: dict[str, Any], *, are_processes_known: bool = True) -> Outcome:

@@ -21,9 +21,9 @@ class PoolSettings:
     #: How long others may overtake a waiter that wants more, or something rarer (rule 4).
     max_bypass_seconds: float = 60.0
     #: How long a grant waits for an asker that is between two polls, and a place for one that hung up (rule 9).
-    claim_seconds: float = 10.0
+    offer_ttl_seconds: float = 10.0
     #: How long after its last poll a waiter keeps its place (rule 9).
-    patience_seconds: float = 30.0
+    queue_ttl_seconds: float = 30.0
     #: How long ended requests are remembered, and how many at most (rule 9).
     remember_seconds: float = 24 * 3600.0
     remember_at_most: int | None = None

@@ -39,7 +39,7 @@ _REFUSALS: Final[tuple[tuple[type[Exception], int, str], ...]] = (
     (PoolStoppedError, 503, "stopping"),
     (IllegalEventError, 409, "not_now"),
 )
-REFUSED_BY_THE_DESK: Final = tuple(kind for kind, _, _ in _REFUSALS)
+REFUSED_BY_BROKER: Final = tuple(kind for kind, _, _ in _REFUSALS)
 
 
 def as_refusal(error: Exception) -> Refusal:

@@ -17,9 +17,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
+from gpu_worker_pool.api.gpu_rows import driver_facts
+from gpu_worker_pool.broker.broker import LeaseBroker
+from gpu_worker_pool.broker.simulated_load import SimulatedLoad
 from gpu_worker_pool.core.settings import PoolSettings
-from gpu_worker_pool.desk.desk import LeaseDesk
-from gpu_worker_pool.desk.simulated_load import SimulatedLoad
 from gpu_worker_pool.gpu_server.api_docs import add_docs
 from gpu_worker_pool.gpu_server.dashboard.page import host_id
 from gpu_worker_pool.gpu_server.dashboard.peers import Fleet
@@ -29,8 +30,7 @@ from gpu_worker_pool.gpu_server.leases.api import LeaseAPI
 from gpu_worker_pool.gpu_server.leases.events import LeaseNews
 from gpu_worker_pool.gpu_server.logs import log_like_a_server
 from gpu_worker_pool.gpu_server.routes import add_routes, health_event, snapshot_event
-from gpu_worker_pool.gpu_server.rows import driver_facts
-from gpu_worker_pool.gpu_server.security import Doorkeeper
+from gpu_worker_pool.gpu_server.security import Authenticator
 from gpu_worker_pool.gpu_server.settings import ServerSettings
 from gpu_worker_pool.gpu_server.view import Health, HostView
 from gpu_worker_pool.hardware.host import host_sampler
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI, Request
 
     from gpu_worker_pool.hardware.readers import Reader
-    from gpu_worker_pool.hardware.samples import Sample
+    from gpu_worker_pool.hardware.samples import HostSample
     from gpu_worker_pool.ledger import Ledger, Tell
 
 logger = logging.getLogger(__name__)
@@ -68,9 +68,9 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
         stream = EventStream()
         state_dir = _chosen_folder(settings)
 
-        def take(sample: Sample) -> None:
+        def take(sample: HostSample) -> None:
             view.take(sample)
-            desk.take(sample)
+            broker.take(sample)
             if (shown := view.usable()) is not None and shown.sample is sample:
                 stream.publish_snapshot(lambda: snapshot_event(shown))
 
@@ -90,13 +90,13 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
             leases.has_place = _can_have_folder(state_dir)
             return open_host_ledger(settings.gpu_backend, _pool_settings(settings), tell, state_dir=state_dir)
 
-        desk = LeaseDesk(
+        broker = LeaseBroker(
             open_ledger,
             sampler.want_fresh,
             on_leases=None if load is None else load.take,
             idle_after_seconds=settings.gpu_pool_idle_after,
         )
-        news = LeaseNews(desk, stream)
+        news = LeaseNews(broker, stream)
         view = HostView(
             lambda: sampler.seen,
             visible_devices=settings.cuda_visible_devices,
@@ -104,9 +104,9 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
             max_history=settings.max_history,
             see_promises=news.promises,
         )
-        leases = LeaseAPI(desk, Doorkeeper(settings), view, settings.api_prefix)
+        leases = LeaseAPI(broker, Authenticator(settings), view, settings.api_prefix)
         news.follow(view.promises_changed)
-        await desk.start()
+        await broker.start()
         sampler.start()
         await asyncio.to_thread(sampler.wait_until_up_to_date, FIRST_SAMPLE_SECONDS)
         _log_start(settings, view)
@@ -115,7 +115,7 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
 
         def stop_waiting() -> None:
             stream.stop()
-            desk.stop_listening()
+            broker.stop_listening()
 
         with _told_of_signals(lambda: loop.call_soon_threadsafe(stop_waiting)):
             watch = asyncio.create_task(_watch(view, stream, news))
@@ -125,7 +125,7 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
                 watch.cancel()
                 stop_waiting()
                 await fleet.close()
-                await desk.stop()
+                await broker.stop()
                 await asyncio.to_thread(sampler.stop)
 
     app = HotFastAPI(

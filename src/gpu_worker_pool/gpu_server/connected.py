@@ -61,8 +61,8 @@ def is_gone(receive: Receive) -> bool:
     return False
 
 
-class Attention:
-    """`with Attention(receive):` what is awaited in it ends with `CallerGoneError` as soon as the caller has gone."""
+class DisconnectWatch:
+    """`with DisconnectWatch(receive):` what is awaited in it ends with `CallerGoneError` as soon as the caller has gone."""
 
     __slots__ = ("_is_gone", "_receive", "_task", "_timer", "_watch")
 

@@ -12,17 +12,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 
 from gpu_worker_pool import __version__
+from gpu_worker_pool.api.gpu_rows import driver_facts
 from gpu_worker_pool.gpu_server.leases.metrics import lease_metrics
-from gpu_worker_pool.gpu_server.rows import driver_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from prometheus_client.core import Metric
 
-    from gpu_worker_pool.desk.desk import LeaseDesk
+    from gpu_worker_pool.broker.broker import LeaseBroker
     from gpu_worker_pool.gpu_server.view import HostView, Shown
-    from gpu_worker_pool.hardware.samples import GPUSample
+    from gpu_worker_pool.hardware.samples import GPUReading
 
 _BYTES_PER_MB: Final = 1024 * 1024
 
@@ -36,7 +36,7 @@ def _ratio(percent: float | None) -> float | None:
 
 
 #: Name, help, and how to take it from a GPU.
-_GAUGES: Final[tuple[tuple[str, str, Callable[[GPUSample], float | None]], ...]] = (
+_GAUGES: Final[tuple[tuple[str, str, Callable[[GPUReading], float | None]], ...]] = (
     ("memory_total_bytes", "Memory of the GPU.", lambda gpu: _bytes(gpu.memory_total_mb)),
     ("memory_used_bytes", "Memory in use.", lambda gpu: _bytes(gpu.memory_used_mb)),
     ("memory_free_bytes", "Memory that can still be had.", lambda gpu: _bytes(gpu.memory_free_mb)),
@@ -54,18 +54,18 @@ _GAUGES: Final[tuple[tuple[str, str, Callable[[GPUSample], float | None]], ...]]
 )
 
 
-def render(view: HostView, desk: LeaseDesk, accept: str) -> tuple[bytes, str]:
+def render(view: HostView, broker: LeaseBroker, accept: str) -> tuple[bytes, str]:
     """The page and its content type, in the format that was asked for."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(view, desk))
+    registry.register(_Collector(view, broker))
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
 
 
 class _Collector:
-    def __init__(self, view: HostView, desk: LeaseDesk) -> None:
+    def __init__(self, view: HostView, broker: LeaseBroker) -> None:
         self._view = view
-        self._desk = desk
+        self._desk = broker
 
     def describe(self) -> list[Metric]:
         return []

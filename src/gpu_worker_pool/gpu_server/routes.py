@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import HTTPException, Query, Request, Response
 
+from gpu_worker_pool.api.gpu_rows import driver_facts
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.gpu_server import schemas
 from gpu_worker_pool.gpu_server.compression import compressed
@@ -15,7 +16,6 @@ from gpu_worker_pool.gpu_server.dashboard.page import add_dashboard
 from gpu_worker_pool.gpu_server.events import EventStreamResponse, event, json_event
 from gpu_worker_pool.gpu_server.leases.routes import LEASE_ROUTES, add_lease_routes
 from gpu_worker_pool.gpu_server.metrics import render
-from gpu_worker_pool.gpu_server.rows import driver_facts
 from gpu_worker_pool.gpu_server.view import Answer
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.gpu_server.leases.api import LeaseAPI
     from gpu_worker_pool.gpu_server.settings import ServerSettings
     from gpu_worker_pool.gpu_server.view import Health, HostView, Kind, Shown
-    from gpu_worker_pool.hardware.samples import GPUSample
+    from gpu_worker_pool.hardware.samples import GPUReading
 
 _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
     503: {"model": schemas.Problem, "description": "No sample is recent enough to be told; the body names the cause."}
@@ -87,7 +87,7 @@ def add_routes(app: HotFastAPI, settings: ServerSettings) -> None:
 
     async def metrics(request: Request) -> Response:
         """In the text format of Prometheus, or as OpenMetrics where that is asked for."""
-        body, content_type = render(app.view, app.leases.desk, request.headers.get("accept", ""))
+        body, content_type = render(app.view, app.leases.broker, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     async def events() -> Response:
@@ -195,7 +195,7 @@ def _history(view: HostView, gpu_id: int | None, limit: int | None) -> Answer:
     return Answer(200, opening + b",".join(_history_of(gpu, samples) for gpu in gpus) + b"]}")
 
 
-def _history_of(gpu: GPUSample, samples: list[dict[str, bytes]]) -> bytes:
+def _history_of(gpu: GPUReading, samples: list[dict[str, bytes]]) -> bytes:
     facts = json.dumps({"gpu_id": gpu.index, "name": gpu.name, "uuid": gpu.uuid})
     rows = b",".join(row for sample in samples if (row := sample.get(gpu.identity)) is not None)
     return b'%b,"readings":[%b]}' % (facts[:-1].encode(), rows)

@@ -114,7 +114,7 @@ def read_headers(scope: Scope) -> Headers:
     )
 
 
-class Doorkeeper:
+class Authenticator:
     """`hostnames`: what this machine is called."""
 
     def __init__(self, settings: ServerSettings, hostnames: Iterable[str] | None = None) -> None:

@@ -7,8 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
+from gpu_worker_pool.api.gpu_rows import count_body, history_row, stats_body, summary_body
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.gpu_server.rows import count_body, history_row, stats_body, summary_body
 from gpu_worker_pool.hardware.readers.nvidia_smi import nvidia_smi_available
 from gpu_worker_pool.hardware.sampler import TAKE_OVER_INTERVALS, Seen
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
@@ -17,8 +17,8 @@ from gpu_worker_pool.hardware.visibility import Visibility, VisibilityFilter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpu_worker_pool.gpu_server.rows import Promises
-    from gpu_worker_pool.hardware.samples import Sample
+    from gpu_worker_pool.api.gpu_rows import Promises
+    from gpu_worker_pool.hardware.samples import HostSample
 
 Status = Literal["healthy", "degraded", "unhealthy"]
 Kind = Literal["stats", "summary", "count"]
@@ -26,7 +26,7 @@ Kind = Literal["stats", "summary", "count"]
 #: However short the interval, this old may a sample be and still be told.
 USABLE_SECONDS: Final = 15.0
 
-_BODIES: Final[dict[Kind, Callable[[Sample, Any, Promises], dict[str, Any]]]] = {
+_BODIES: Final[dict[Kind, Callable[[HostSample, Any, Promises], dict[str, Any]]]] = {
     "stats": stats_body,
     "summary": summary_body,
     "count": count_body,
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
 class Shown:
     """One sample and what is promised, as they are shown. A body is built when it is first asked for, and then kept."""
 
-    sample: Sample
+    sample: HostSample
     visibility: Visibility
     see_promises: Callable[[], Promises]
     _bodies: dict[Kind, bytes] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class HostView:
         self._usable_seconds = max(USABLE_SECONDS, TAKE_OVER_INTERVALS * interval_seconds)
         self._expected_seconds = TAKE_OVER_INTERVALS * interval_seconds + 1.0
 
-    def take(self, sample: Sample) -> None:
+    def take(self, sample: HostSample) -> None:
         if isinstance(sample.answer, DriverAnswer):
             self.shown = Shown(sample, self.filter.apply(sample.answer.gpus), self._see_promises)
             gpus = self.shown.visibility.gpus
@@ -119,7 +119,7 @@ class HostView:
         health = self.health()
         return Answer(503, json.dumps({"detail": health.cause, "error": health.code}).encode())
 
-    def last_sample(self) -> Sample | None:
+    def last_sample(self) -> HostSample | None:
         return self._see().last
 
     def health(self) -> Health:

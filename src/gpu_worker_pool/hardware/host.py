@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.hardware.readers import Reader
     from gpu_worker_pool.hardware.readers.simulated import Holder
-    from gpu_worker_pool.hardware.samples import Sample
+    from gpu_worker_pool.hardware.samples import HostSample
 
 
 def host_sampler(
@@ -23,7 +23,7 @@ def host_sampler(
     *,
     interval_seconds: float,
     keep: int,
-    on_sample: Callable[[Sample], object],
+    on_sample: Callable[[HostSample], object],
     state_dir: str | None = None,
     reader: Reader | None = None,
     holders: Callable[[], Iterable[Holder]] = tuple,

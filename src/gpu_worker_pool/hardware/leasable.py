@@ -6,20 +6,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.core.readings import Reading
-from gpu_worker_pool.core.wishes import names_gpu
+from gpu_worker_pool.core.requirements import names_gpu
 from gpu_worker_pool.errors import ImpossibleRequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from gpu_worker_pool.core.wishes import Wishes
-    from gpu_worker_pool.hardware.samples import GPUSample, MIGSample
+    from gpu_worker_pool.core.requirements import Requirements
+    from gpu_worker_pool.hardware.samples import GPUReading, MIGReading
     from gpu_worker_pool.hardware.visibility import VisibilityFilter
 
 NO_UUID: Final = "does not tell its UUID, by which a promise would know it"
 
 
-def readings_of(gpus: Iterable[GPUSample]) -> tuple[Reading, ...]:
+def readings_of(gpus: Iterable[GPUReading]) -> tuple[Reading, ...]:
     """A GPU is known by its UUID, since indices change their order; a split one is nobody's as a whole."""
     readings: list[Reading] = []
     for gpu in gpus:
@@ -45,7 +45,7 @@ def readings_of(gpus: Iterable[GPUSample]) -> tuple[Reading, ...]:
     return tuple(readings)
 
 
-def _of_device(gpu: GPUSample, device: MIGSample) -> Reading:
+def _of_device(gpu: GPUReading, device: MIGReading) -> Reading:
     return Reading(
         device.uuid,
         gpu.index,
@@ -62,7 +62,7 @@ def _of_device(gpu: GPUSample, device: MIGSample) -> Reading:
     )
 
 
-def vanished_devices(before: Iterable[GPUSample], now: Iterable[GPUSample]) -> tuple[str, ...]:
+def vanished_devices(before: Iterable[GPUReading], now: Iterable[GPUReading]) -> tuple[str, ...]:
     """The MIG devices that ceased to exist: their GPU is there, well, and does not have them any more."""
     well = {gpu.identity: gpu for gpu in now if gpu.fault is None}
     return tuple(
@@ -74,17 +74,17 @@ def vanished_devices(before: Iterable[GPUSample], now: Iterable[GPUSample]) -> t
     )
 
 
-def within_visible(wishes: Wishes, gpus: Sequence[GPUSample], visible: VisibilityFilter) -> Wishes:
+def within_visible(requirements: Requirements, gpus: Sequence[GPUReading], visible: VisibilityFilter) -> Requirements:
     """`CUDA_VISIBLE_DEVICES` as a wish, which hides GPUs from nobody else; `ImpossibleRequestError` where none is left.
 
     What is visible is named, and not what is hidden: a GPU that appears later may not be had either.
     """
     visibility = visible.apply(gpus)
     if not visibility.is_filtering:
-        return wishes
-    shown, only = readings_of(visibility.gpus), wishes.only
+        return requirements
+    shown, only = readings_of(visibility.gpus), requirements.only
     left = tuple(reading.gpu_id for reading in shown if only is None or any(names_gpu(name, reading) for name in only))
     if left:
-        return replace(wishes, only=left)
+        return replace(requirements, only=left)
     hides = f"CUDA_VISIBLE_DEVICES={visible.value!r} hides every GPU"
     raise ImpossibleRequestError(reasons=(f"{hides} that is wanted" if shown else f"{hides}: unset it",))

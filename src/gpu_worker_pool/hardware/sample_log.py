@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpu_worker_pool import forks
 from gpu_worker_pool.core.readings import ProcessReading
 from gpu_worker_pool.hardware.processes import boot_id, is_stopped, process_identity
-from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, MIGSample, Sample
+from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUReading, HostSample, MIGReading
 from gpu_worker_pool.state_directory import shared_mode
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class SampleLog:
 
     # --- reading ---
 
-    def follow(self) -> list[Sample]:
+    def follow(self) -> list[HostSample]:
         """What was appended since the last call, oldest first."""
         header = _parse(os.pread(self._file, 256, 0).partition(b"\n")[0])
         generation, keep = header.get("generation"), header.get("keep")
@@ -127,7 +127,7 @@ class SampleLog:
 
     # --- writing: only with the lock, and after `follow` ---
 
-    def append(self, sample: Sample) -> None:
+    def append(self, sample: HostSample) -> None:
         line = _encode(sample)
         self._last_number = sample.number
         if self._generation is None:
@@ -195,7 +195,7 @@ def _parse(line: bytes) -> dict[str, Any]:
     return entry if isinstance(entry, dict) else {}
 
 
-def _encode(sample: Sample) -> bytes:
+def _encode(sample: HostSample) -> bytes:
     entry: dict[str, Any] = {
         "number": sample.number,
         "failed_total": sample.failed_total,
@@ -222,7 +222,7 @@ def _names_of(kind: Any) -> tuple[str, ...]:
 _ENCODER: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_fields_of)
 
 
-def _decode(line: bytes) -> Sample | None:
+def _decode(line: bytes) -> HostSample | None:
     entry = _parse(line)
     answer: DriverAnswer | DriverFailure
     try:
@@ -231,7 +231,7 @@ def _decode(line: bytes) -> Sample | None:
         else:
             found = entry.pop("answer")
             answer = DriverAnswer(**found | {"gpus": tuple(_decode_gpu(gpu) for gpu in found["gpus"])})
-        sample = Sample(**entry, answer=answer)
+        sample = HostSample(**entry, answer=answer)
     except (KeyError, TypeError):
         return None
     # What is reckoned with is looked at; the rest is only shown.
@@ -240,9 +240,9 @@ def _decode(line: bytes) -> Sample | None:
     return sample if is_sane and isinstance(sample.timestamp, str) else None
 
 
-def _decode_gpu(gpu: dict[str, Any]) -> GPUSample:
-    devices = tuple(MIGSample(**mig | {"processes": _decode_processes(mig)}) for mig in gpu["mig_devices"])
-    return GPUSample(**gpu | {"processes": _decode_processes(gpu), "mig_devices": devices})
+def _decode_gpu(gpu: dict[str, Any]) -> GPUReading:
+    devices = tuple(MIGReading(**mig | {"processes": _decode_processes(mig)}) for mig in gpu["mig_devices"])
+    return GPUReading(**gpu | {"processes": _decode_processes(gpu), "mig_devices": devices})
 
 
 def _decode_processes(device: dict[str, Any]) -> tuple[ProcessReading, ...] | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import DriverError
-from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, Sample
+from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, HostSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,8 +42,8 @@ class Seen:
     """What is known of the host's GPUs at one moment; replaced as a whole, so that every thread sees one whole."""
 
     #: The last attempt that told something, and the last attempt.
-    good: Sample | None = None
-    last: Sample | None = None
+    good: HostSample | None = None
+    last: HostSample | None = None
     #: Since when the driver has owed somebody on this host an answer, on the clock of `boot_time`.
     probing_since: float | None = None
 
@@ -56,7 +56,7 @@ class Sampler:
         reader: Reader,
         *,
         interval_seconds: float,
-        on_sample: Callable[[Sample], object],
+        on_sample: Callable[[HostSample], object],
         open_log: Callable[[], SampleLog] | None = None,
     ) -> None:
         self.interval_seconds = interval_seconds
@@ -170,7 +170,7 @@ class Sampler:
             # What this process lacks, the driver or the right to use it, is no news for those who have it.
             self.seen = Seen(self.seen.good, last)
             return
-        sample = Sample(
+        sample = HostSample(
             number=1 if last is None else last.number + 1,
             failed_total=(0 if last is None else last.failed_total) + isinstance(answer, DriverFailure),
             begun_at=begun_at,
@@ -186,7 +186,7 @@ class Sampler:
         good = self.seen.good
         return good is not None and not self._is_asking and 0 <= now - good.begun_at <= OTHERS_SECONDS
 
-    def _take(self, sample: Sample) -> None:
+    def _take(self, sample: HostSample) -> None:
         is_good = isinstance(sample.answer, DriverAnswer)
         self.seen = Seen(sample if is_good else self.seen.good, sample)
         self._on_sample(sample)
@@ -227,7 +227,7 @@ class Sampler:
         if self._log is not None:
             self._log.unlock()
 
-    def _share(self, sample: Sample) -> None:
+    def _share(self, sample: HostSample) -> None:
         if self._log is None:
             return
         try:

@@ -24,7 +24,7 @@ UNKNOWN_NAME: Final = "unknown GPU"
 _DECISIVE: Final = frozenset({"memory_total_mb", "memory_used_mb", "utilization_percent"})
 
 
-def _drop_impossible(sample: GPUSample | MIGSample) -> None:
+def _drop_impossible(sample: GPUReading | MIGReading) -> None:
     for name, (lowest, highest) in _POSSIBLE.items():
         value = getattr(sample, name, None)
         if value is not None and not lowest <= value <= highest:
@@ -38,7 +38,7 @@ def _drop_impossible(sample: GPUSample | MIGSample) -> None:
         _spoil(sample, "memory_free_mb", f"{free} MB of {total} MB free")
 
 
-def _spoil(sample: GPUSample | MIGSample, name: str, fault: str) -> None:
+def _spoil(sample: GPUReading | MIGReading, name: str, fault: str) -> None:
     object.__setattr__(sample, name, None)
     if name in _DECISIVE and sample.fault is None:
         object.__setattr__(sample, "fault", f"impossible reading: {fault}")
@@ -49,7 +49,7 @@ def _usage_percent(total_mb: float | None, used_mb: float | None) -> float | Non
 
 
 @dataclass(frozen=True, slots=True)
-class MIGSample:
+class MIGReading:
     """One MIG device of a GPU: a part of it that computes for itself."""
 
     uuid: str
@@ -73,7 +73,7 @@ class MIGSample:
 
 
 @dataclass(frozen=True, slots=True)
-class GPUSample:
+class GPUReading:
     """One GPU at one moment; a lost one is a row too, with its `fault` and nothing else known.
 
     Numbers that cannot be true (NaN, 250 %, more used than there is) are dropped here, at the edge: a broken sensor
@@ -103,7 +103,7 @@ class GPUSample:
     #: Processes that compute on it; None where the reader may not see them.
     processes: tuple[ProcessReading, ...] | None = None
     #: Empty where MIG is off; also where it is on and no device was made.
-    mig_devices: tuple[MIGSample, ...] = ()
+    mig_devices: tuple[MIGReading, ...] = ()
     mig_enabled: bool = False
 
     def __post_init__(self) -> None:
@@ -113,13 +113,13 @@ class GPUSample:
     def memory_usage_percent(self) -> float | None:
         return _usage_percent(self.memory_total_mb, self.memory_used_mb)
 
-    def lost(self, fault: str) -> GPUSample:
+    def lost(self, fault: str) -> GPUReading:
         """The same GPU when nothing more can be read of it: who it is, with its MIG devices, and why not."""
         devices = tuple(
-            MIGSample(mig.uuid, mig.name, mig.gpu_instance_id, mig.compute_instance_id, fault=fault)
+            MIGReading(mig.uuid, mig.name, mig.gpu_instance_id, mig.compute_instance_id, fault=fault)
             for mig in self.mig_devices
         )
-        return GPUSample(
+        return GPUReading(
             self.index,
             self.name,
             self.uuid,
@@ -140,7 +140,7 @@ class GPUSample:
 class DriverAnswer:
     """What a reader returns: every GPU of the host, whatever this process is allowed to use."""
 
-    gpus: tuple[GPUSample, ...]
+    gpus: tuple[GPUReading, ...]
     driver_version: str | None = None
     #: Which reader it was, for people to read: `nvml`, `nvidia-smi` or `simulated`.
     backend: str = ""
@@ -156,7 +156,7 @@ class DriverFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class HostSample:
     """One attempt to read the host's GPUs, and what came of it."""
 
     #: Grows with every attempt on this host, whichever process made it.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpu_worker_pool.hardware.samples import GPUSample
+    from gpu_worker_pool.hardware.samples import GPUReading
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ MOST_WARNINGS = 10
 class Visibility:
     """What a filter makes of the GPUs that are there."""
 
-    gpus: tuple[GPUSample, ...]
+    gpus: tuple[GPUReading, ...]
     #: False where nothing is hidden: no filter is set, or nothing it names was found.
     is_filtering: bool
     total_gpus: int
@@ -40,7 +40,7 @@ class VisibilityFilter:
         #: Something named was there once: when it is gone, that is no reason to show what was never asked for.
         self._has_found = False
 
-    def apply(self, gpus: Sequence[GPUSample]) -> Visibility:
+    def apply(self, gpus: Sequence[GPUReading]) -> Visibility:
         if self._tokens is None:
             return Visibility(tuple(gpus), is_filtering=False, total_gpus=len(gpus))
         if self._tokens in {("",), ("-1",)}:  # both hide all, as they do for CUDA
@@ -69,7 +69,7 @@ class VisibilityFilter:
         self._say(gpus, visible, warnings)
         return Visibility(visible, is_filtering=True, total_gpus=len(gpus), missing=tuple(missing))
 
-    def _say(self, gpus: Sequence[GPUSample], visible: Sequence[GPUSample], warnings: list[str]) -> None:
+    def _say(self, gpus: Sequence[GPUReading], visible: Sequence[GPUReading], warnings: list[str]) -> None:
         reasoning = (
             f"CUDA_VISIBLE_DEVICES={self.value!r} reads as {list(self._tokens or ())}; "
             f"on system: {[gpu.index for gpu in gpus]}; visible: {[gpu.index for gpu in visible]}"
@@ -85,7 +85,7 @@ class VisibilityFilter:
             logger.warning("CUDA_VISIBLE_DEVICES names %d more that cannot be found", len(warnings) - MOST_WARNINGS)
 
 
-def _find(token: str, gpus: Sequence[GPUSample]) -> tuple[int, str | None] | None:
+def _find(token: str, gpus: Sequence[GPUReading]) -> tuple[int, str | None] | None:
     """The one GPU with this index, or whose UUID alone begins so; for a MIG device its GPU's index and its UUID."""
     if re.fullmatch(r"[0-9]{1,9}", token):
         index = int(token)
@@ -102,7 +102,7 @@ def _find(token: str, gpus: Sequence[GPUSample]) -> tuple[int, str | None] | Non
     return matching[0] if len(matching) == 1 else None
 
 
-def _with_devices(gpu: GPUSample, named: set[str] | None) -> GPUSample:
+def _with_devices(gpu: GPUReading, named: set[str] | None) -> GPUReading:
     if named is None:
         return gpu
     return replace(gpu, mig_devices=tuple(mig for mig in gpu.mig_devices if mig.uuid in named))

@@ -1,6 +1,6 @@
 """One endpoint that gives leases: what all who wait there have to do with each other.
 
-In the thread of the `LeaseKeeper`. While it fails one of them asks, and the others wait for what that one finds.
+In the thread of the `LeaseThread`. While it fails one of them asks, and the others wait for what that one finds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpu_worker_pool.errors import GPUWorkerPoolError, RetryableError, ServiceRe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpu_worker_pool.leases.keeper import LeaseKeeper
+    from gpu_worker_pool.client.lease_thread import LeaseThread
     from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, LeaseService, StillWaiting
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,8 @@ class Polls:
 class LeaseEndpoint:
     """One service, and what all the places at it have to do with each other."""
 
-    def __init__(self, keeper: LeaseKeeper, service: LeaseService, polls: Polls) -> None:
-        self.keeper = keeper
+    def __init__(self, thread: LeaseThread, service: LeaseService, polls: Polls) -> None:
+        self.thread = thread
         self.service = service
         self.endpoint_id = service.endpoint_id
         self.polls = Polls(MOST_POLLS, polls)
@@ -114,13 +114,13 @@ class LeaseEndpoint:
                 tell(Trouble(self._last_error))
             await self._until_changed()
 
-    async def ask(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
+    async def ask(self, ask: LeaseAsk, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
         is_long = wait_seconds > 0
         if is_long:
             self._breaker.left()  # nobody must wait until it is over
         has_verdict = False
         try:
-            answer = await self.service.acquire(ask, wait_seconds=wait_seconds, may_keep=may_keep)
+            answer = await self.service.acquire(ask, wait_seconds=wait_seconds, may_reserve=may_reserve)
         except RetryableError as error:
             has_verdict = True
             self._failed(error, is_inside=not is_long)

@@ -6,6 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from gpu_worker_pool.api.http_client import exchange, status_error, under
+from gpu_worker_pool.api.replies import parse_json
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import is_loopback_url, is_private_url
 from gpu_worker_pool.errors import (
@@ -19,9 +21,7 @@ from gpu_worker_pool.errors import (
     TooManyWaitingError,
     UnknownLeaseError,
 )
-from gpu_worker_pool.http_client import exchange, status_error, under
 from gpu_worker_pool.leases.replies import Problem, read_lease, read_problem, read_waiting
-from gpu_worker_pool.replies import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import aiohttp
     from yarl import URL
 
-    from gpu_worker_pool.core.wishes import Wishes
+    from gpu_worker_pool.api.http_client import Answer
+    from gpu_worker_pool.core.requirements import Requirements
     from gpu_worker_pool.errors import GPUWorkerPoolError
-    from gpu_worker_pool.http_client import Answer
     from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, StillWaiting
 
 #: A release or a cancellation need not be waited for as long as a slow reading may be.
@@ -73,8 +73,8 @@ class HTTPLeaseService:
     def __repr__(self) -> str:
         return f"<HTTPLeaseService {self.endpoint_id} {self._url}>"
 
-    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
-        body = _body_of(ask) | {"wait_seconds": wait_seconds, "may_keep": may_keep}
+    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
+        body = _body_of(ask) | {"wait_seconds": wait_seconds, "may_keep": may_reserve}
         sent_at = self._now()
         url = under(self._url, "/leases")
         answer = await self._send("POST", url, ask.token, self._timeout_seconds + wait_seconds, body)
@@ -169,23 +169,23 @@ class HTTPLeaseService:
 def _body_of(ask: LeaseAsk) -> dict[str, Any]:
     """What makes the request: the same every time it is sent."""
     body = {"request_id": ask.request_id, "worker_id": ask.worker_id, "ttl_seconds": ask.ttl_seconds}
-    return body | wishes_body(ask.wishes) | ({} if ask.label is None else {"label": ask.label})
+    return body | requirements_body(ask.requirements) | ({} if ask.label is None else {"label": ask.label})
 
 
-def wishes_body(wishes: Wishes) -> dict[str, Any]:
+def requirements_body(requirements: Requirements) -> dict[str, Any]:
     """As `POST /leases` and `POST /explain` understand them; without what is not wished for."""
     body: dict[str, Any] = {
-        "count": wishes.count,
-        "share": wishes.share,
-        "priority": wishes.priority,
-        "policy": wishes.policy,
-        "memory_mb": wishes.memory_mb,
-        "min_free_memory_mb": wishes.min_free_memory_mb,
-        "gpu_model": wishes.gpu_model,
-        "only": None if wishes.only is None else list(wishes.only),
-        "exclude": list(wishes.exclude) or None,
-        "memory_threshold": wishes.memory_threshold,
-        "utilization_threshold": wishes.utilization_threshold,
+        "count": requirements.count,
+        "share": requirements.share,
+        "priority": requirements.priority,
+        "policy": requirements.policy,
+        "memory_mb": requirements.memory_mb,
+        "min_free_memory_mb": requirements.min_free_memory_mb,
+        "gpu_model": requirements.gpu_model,
+        "only": None if requirements.only is None else list(requirements.only),
+        "exclude": list(requirements.exclude) or None,
+        "memory_threshold": requirements.memory_threshold,
+        "utilization_threshold": requirements.utilization_threshold,
     }
     return {name: value for name, value in body.items() if value is not None}
 

@@ -32,16 +32,16 @@ class InheritedLease:
 
     async def take(self, ask: LeaseAsk, wait_seconds: float) -> HeldLease | StillWaiting:
         every = [*self._free, *(gpu for gpus in self._taken.values() for gpu in gpus)]
-        check_suitable(self._lease.lease_id, every, ask.wishes)
+        check_suitable(self._lease.lease_id, every, ask.requirements)
         deadline = asyncio.get_running_loop().time() + wait_seconds
-        while len(found := suitable(self._free, ask.wishes)) < ask.wishes.count:
+        while len(found := suitable(self._free, ask.requirements)) < ask.requirements.count:
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
             except TimeoutError:
                 reason = f"other workers of this program have the GPUs of {self._lease.lease_id}, inside which it runs"
                 return StillWaiting(None, (reason,))
-        gpus = tuple(found[: ask.wishes.count])
+        gpus = tuple(found[: ask.requirements.count])
         self._free = [gpu for gpu in self._free if gpu not in gpus]
         self._taken[ask.request_id] = gpus
         life = LeaseLife(ask.ttl_seconds, boot_time())

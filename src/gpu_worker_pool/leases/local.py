@@ -1,4 +1,4 @@
-"""Leases of this host's GPUs without a server, `local://`: the host's own desk, in the thread of the `LeaseKeeper`.
+"""Leases of this host's GPUs without a server, `local://`: the host's own desk, in the thread of the `LeaseThread`.
 
 All programs that use it meet in the ledger of the state directory. A program that runs inside a lease, as
 `gpu-pool run` starts it, is given the GPUs of that lease and waits for no others.
@@ -14,12 +14,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
+from gpu_worker_pool.api.http_client import Fetched
+from gpu_worker_pool.broker.local import LocalBroker
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import LOCAL_ENDPOINT
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.core.settings import PoolSettings
-from gpu_worker_pool.desk.host import HostDesk
 from gpu_worker_pool.errors import (
     ImpossibleRequestError,
     LedgerUnavailableError,
@@ -32,7 +33,6 @@ from gpu_worker_pool.hardware.processes import name_of_this_process
 from gpu_worker_pool.hardware.readers.choose import check_backend
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
-from gpu_worker_pool.http_client import Fetched
 from gpu_worker_pool.leases.inherited import InheritedLease
 from gpu_worker_pool.leases.lifetime import LeaseLife
 from gpu_worker_pool.leases.values import HeldLease, LeasedGPU, StillWaiting
@@ -41,8 +41,8 @@ from gpu_worker_pool.models import GPUInfo, GPUStats
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
 
-    from gpu_worker_pool.hardware.samples import GPUSample, Sample
-    from gpu_worker_pool.leases.keeper import LeaseKeeper
+    from gpu_worker_pool.client.lease_thread import LeaseThread
+    from gpu_worker_pool.hardware.samples import GPUReading, HostSample
     from gpu_worker_pool.leases.values import LeaseAsk
 
 logger = logging.getLogger(__name__)
@@ -89,13 +89,13 @@ class LocalLeaseService:
 
     url = LOCAL_ENDPOINT
 
-    def __init__(self, endpoint_id: str, settings: LocalSettings, keeper: LeaseKeeper) -> None:
+    def __init__(self, endpoint_id: str, settings: LocalSettings, thread: LeaseThread) -> None:
         self.endpoint_id = endpoint_id
         self._settings = settings
-        self._keeper = keeper
+        self._thread_ = thread
         # Inside a lease that variable says what was leased.
         self._visibility = VisibilityFilter(None if settings.lease_id else settings.visible_devices)
-        self._opening: asyncio.Task[HostDesk] | None = None
+        self._opening: asyncio.Task[LocalBroker] | None = None
         self._sampled = asyncio.Event()
         self._process = name_of_this_process()
         self._user = f"user:{os.getuid()}"
@@ -107,16 +107,16 @@ class LocalLeaseService:
 
     async def fetch(self) -> Fetched:
         try:
-            return await asyncio.wrap_future(self._keeper.do(self._fetch))
+            return await asyncio.wrap_future(self._thread_.do(self._fetch))
         except PoolStoppedError as error:  # which is no fault of the readings
             raise ServiceRetryableError(str(error)) from error
 
     async def _fetch(self) -> Fetched:
         begun = time.monotonic()
-        async with self._desk_of_this_host() as host:
+        async with self._local_broker() as host:
             sample = await self._good_sample(host)
             inherited = await self._inherit(host, sample)
-            promised = {gpu_id for lease in await host.desk.held() for gpu_id in lease.gpu_ids}
+            promised = {gpu_id for lease in await host.broker.held() for gpu_id in lease.gpu_ids}
         assert isinstance(sample.answer, DriverAnswer)  # else it is not good
         gpus = self._visibility.apply(sample.answer.gpus).gpus
         if inherited is not None:
@@ -125,7 +125,7 @@ class LocalLeaseService:
         stats = _stats_of(sample, gpus, promised, max(boot_time() - sample.begun_at, 0.0))
         return Fetched(stats, (), time.monotonic(), time.monotonic() - begun)
 
-    async def _good_sample(self, host: HostDesk) -> Sample:
+    async def _good_sample(self, host: LocalBroker) -> HostSample:
         try:
             async with asyncio.timeout(FIRST_SAMPLE_SECONDS):
                 await self._sampled.wait()
@@ -142,17 +142,17 @@ class LocalLeaseService:
 
     # --- leases ---
 
-    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
-        async with self._desk_of_this_host() as host:
+    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
+        async with self._local_broker() as host:
             sample = await self._good_sample(host)
             if (inherited := await self._inherit(host, sample)) is not None:
-                inherited.check(await host.desk.lease(inherited.lease_id))
+                inherited.check(await host.broker.lease(inherited.lease_id))
                 return await inherited.take(ask, wait_seconds)
             request = self._requests.get(ask.request_id) or self._request(ask, sample)
             self._requests[ask.request_id] = request
             sent_at = boot_time()
             try:
-                found = await host.desk.acquire(request, wait_seconds=wait_seconds, may_keep=may_keep)
+                found = await host.broker.acquire(request, wait_seconds=wait_seconds, may_reserve=may_reserve)
             except ImpossibleRequestError:
                 del self._requests[ask.request_id]
                 raise
@@ -162,24 +162,24 @@ class LocalLeaseService:
         return StillWaiting(found.position, found.reasons)
 
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
-        async with self._desk_of_this_host() as host:
+        async with self._local_broker() as host:
             if self._inherited is not None and self._inherited.has(lease):
-                self._inherited.check(await host.desk.lease(lease.lease_id))
+                self._inherited.check(await host.broker.lease(lease.lease_id))
                 return
             async with asyncio.timeout(timeout_seconds):
-                await host.desk.renew(lease.lease_id, self._user)
+                await host.broker.renew(lease.lease_id, self._user)
 
     async def release(self, lease: HeldLease) -> None:
         if self._inherited is not None and self._inherited.give_back(lease):
             return
-        async with self._desk_of_this_host() as host:
-            await host.desk.release(lease.lease_id, self._user)
+        async with self._local_broker() as host:
+            await host.broker.release(lease.lease_id, self._user)
 
     async def cancel(self, ask: LeaseAsk) -> None:
         self._requests.pop(ask.request_id, None)
         if self._inherited is None:
-            async with self._desk_of_this_host() as host:
-                await host.desk.cancel(ask.request_id, self._user)
+            async with self._local_broker() as host:
+                await host.broker.cancel(ask.request_id, self._user)
 
     async def close(self) -> None:
         if self._opening is not None:
@@ -188,20 +188,20 @@ class LocalLeaseService:
     # --- inside ---
 
     @asynccontextmanager
-    async def _desk_of_this_host(self) -> AsyncIterator[HostDesk]:
+    async def _local_broker(self) -> AsyncIterator[LocalBroker]:
         try:
             yield await self._host()
         except (LedgerUnavailableError, PoolStoppedError, OSError) as error:  # of which TimeoutError is one
             raise ServiceRetryableError(str(error) or "the ledger does not answer in time") from error
 
-    async def _host(self) -> HostDesk:
+    async def _host(self) -> LocalBroker:
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._open())
         return await asyncio.shield(self._opening)
 
-    async def _open(self) -> HostDesk:
+    async def _open(self) -> LocalBroker:
         settings = self._settings
-        host = HostDesk(
+        host = LocalBroker(
             settings.backend,
             settings=PoolSettings(poll_seconds=1.0),
             state_dir=settings.state_dir,
@@ -210,11 +210,11 @@ class LocalLeaseService:
         await host.start()
         return host
 
-    def _request(self, ask: LeaseAsk, sample: Sample) -> Request:
+    def _request(self, ask: LeaseAsk, sample: HostSample) -> Request:
         assert isinstance(sample.answer, DriverAnswer)  # else it is not good
         return Request(
             ask.request_id,
-            within_visible(ask.wishes, sample.answer.gpus, self._visibility),
+            within_visible(ask.requirements, sample.answer.gpus, self._visibility),
             ask.worker_id,
             owner=self._user,
             label=ask.label,
@@ -228,11 +228,11 @@ class LocalLeaseService:
         life = LeaseLife(ask.ttl_seconds, sent_at)
         return HeldLease(self.endpoint_id, lease.lease_id, lease.fence, gpus, ask, life)
 
-    async def _inherit(self, host: HostDesk, sample: Sample) -> InheritedLease | None:
+    async def _inherit(self, host: LocalBroker, sample: HostSample) -> InheritedLease | None:
         if self._settings.lease_id is None:
             return None
         if self._inherited is None:
-            lease = await host.desk.lease(self._settings.lease_id)
+            lease = await host.broker.lease(self._settings.lease_id)
             if lease is None or not lease.is_live or not self._is_around_us(lease, sample):
                 lost = "GPU_POOL_LEASE_ID is %s, which is no lease of yours that lives: asking for GPUs without it"
                 logger.warning(lost, self._settings.lease_id)
@@ -243,7 +243,7 @@ class LocalLeaseService:
             self._inherited = InheritedLease(self.endpoint_id, lease)
         return self._inherited
 
-    def _is_around_us(self, lease: Lease, sample: Sample) -> bool:
+    def _is_around_us(self, lease: Lease, sample: HostSample) -> bool:
         """Ids are counters: one of another ledger may name somebody's lease here, and is told by its GPUs."""
         if lease.request.account == self._user:
             return True
@@ -255,7 +255,7 @@ class LocalLeaseService:
         return len(visible) <= len(lease.gpu_ids) and set(lease.gpu_ids) <= names
 
 
-def _stats_of(sample: Sample, gpus: Iterable[GPUSample], promised: set[str], age_seconds: float) -> GPUStats:
+def _stats_of(sample: HostSample, gpus: Iterable[GPUReading], promised: set[str], age_seconds: float) -> GPUStats:
     rows = [
         GPUInfo(
             gpu.index,

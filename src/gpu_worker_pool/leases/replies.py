@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from gpu_worker_pool.api.replies import cleaned
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import ServiceRetryableError
 from gpu_worker_pool.leases.lifetime import LeaseLife
 from gpu_worker_pool.leases.values import HeldLease, LeasedGPU, StillWaiting
-from gpu_worker_pool.replies import cleaned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,8 +60,8 @@ def read_lease(
     row = read_row(reply)
     if row.request_id != ask.request_id:
         raise ServiceRetryableError("the lease is that of another request")
-    if len(row.gpus) != ask.wishes.count:
-        raise ServiceRetryableError(f"the lease must have {ask.wishes.count} gpus")
+    if len(row.gpus) != ask.requirements.count:
+        raise ServiceRetryableError(f"the lease must have {ask.requirements.count} gpus")
     life = LeaseLife(ask.ttl_seconds, sent_at, now)
     # Its `env` is not looked at: it follows from the rest, and whoever chooses what is in the environment of programs
     # chooses what they run.

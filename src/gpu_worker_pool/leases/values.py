@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.core.wishes import Wishes
+    from gpu_worker_pool.core.requirements import Requirements
     from gpu_worker_pool.leases.lifetime import LeaseLife
 
 #: One poll waits no longer than a server lets it.
@@ -25,13 +25,13 @@ class LeaseAsk:
     #: Ours alone, so that nobody who knows or guesses the id gets the lease.
     token: str = field(repr=False)
     worker_id: str
-    wishes: Wishes
+    requirements: Requirements
     label: str | None
     ttl_seconds: float
 
     @classmethod
-    def new(cls, worker_id: str, wishes: Wishes, label: str | None, ttl_seconds: float) -> LeaseAsk:
-        return cls(secrets.token_hex(16), secrets.token_urlsafe(24), worker_id, wishes, label, ttl_seconds)
+    def new(cls, worker_id: str, requirements: Requirements, label: str | None, ttl_seconds: float) -> LeaseAsk:
+        return cls(secrets.token_hex(16), secrets.token_urlsafe(24), worker_id, requirements, label, ttl_seconds)
 
     def anew(self) -> LeaseAsk:
         """The same wishes as another request, where the first one has ended without us."""
@@ -75,7 +75,7 @@ class StillWaiting:
 
 
 class LeaseService(Protocol):
-    """Gives leases on the GPUs of one endpoint. Belongs to the thread and event loop of a `LeaseKeeper`.
+    """Gives leases on the GPUs of one endpoint. Belongs to the thread and event loop of a `LeaseThread`.
 
     Every method may raise a `RetryableError`, after which nobody knows whether it was done, or a `ServiceRefusedError`.
     """
@@ -83,7 +83,7 @@ class LeaseService(Protocol):
     @property
     def endpoint_id(self) -> str: ...
 
-    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
+    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
         """Ask, or ask again. `ImpossibleRequestError`, `RequestEndedError`, `TooManyWaitingError` too."""
 
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
@@ -101,15 +101,15 @@ class LeaseService(Protocol):
 # --- wishes at one of several endpoints ---
 
 
-def wishes_at(endpoint_id: str, wishes: Wishes) -> Wishes | None:
+def requirements_at(endpoint_id: str, requirements: Requirements) -> Requirements | None:
     """As that endpoint understands them, for which its GPUs are numbers; None where they name only others' GPUs."""
-    only = None if wishes.only is None else _names_at(endpoint_id, wishes.only)
+    only = None if requirements.only is None else _names_at(endpoint_id, requirements.only)
     if only == ():
         return None
-    exclude = _names_at(endpoint_id, wishes.exclude)
-    if only == wishes.only and exclude == wishes.exclude:
-        return wishes
-    return replace(wishes, only=only, exclude=exclude)
+    exclude = _names_at(endpoint_id, requirements.exclude)
+    if only == requirements.only and exclude == requirements.exclude:
+        return requirements
+    return replace(requirements, only=only, exclude=exclude)
 
 
 def _names_at(endpoint_id: str, names: tuple[str, ...]) -> tuple[str, ...]:

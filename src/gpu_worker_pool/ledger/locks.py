@@ -16,12 +16,12 @@ def lock_holder(database: Path) -> str | None:
     """The process that writes to it now, as `python (pid 17), which is stopped`; None where that cannot be known."""
     try:
         inode = str(database.with_name(database.name + "-shm").stat().st_ino)
-        lines = Path("/proc/locks").read_text().splitlines()
+        request_classes = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return None
-    for line in lines:
+    for request_class in request_classes:
         # 1: POSIX  ADVISORY  WRITE 4711 fd:01:131072 120 120
-        fields = line.split()
+        fields = request_class.split()
         if len(fields) != 8 or fields[3] != "WRITE" or fields[5].rpartition(":")[2] != inode:
             continue
         with suppress(ValueError):

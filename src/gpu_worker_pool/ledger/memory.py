@@ -10,7 +10,7 @@ from gpu_worker_pool.clocks import LoopClock
 from gpu_worker_pool.core import Effect, Event, Pool, PoolSettings, Ticked, WakeAt
 from gpu_worker_pool.errors import LedgerUnavailableError
 from gpu_worker_pool.ledger import Committed, Question, Tell, tell_of
-from gpu_worker_pool.ledger.noting import NotingDict
+from gpu_worker_pool.ledger.change_tracker import ChangeTracker
 
 if TYPE_CHECKING:
     from gpu_worker_pool.clocks import Clock, Timer
@@ -26,7 +26,7 @@ class MemoryLedger:
         self.secret = secrets.token_hex(16)
         self._clock = clock or LoopClock(asyncio.get_running_loop())
         self._tell = tell
-        self._requests: NotingDict[str, Waiter | Lease | Outcome] = NotingDict()
+        self._requests: ChangeTracker[str, Waiter | Lease | Outcome] = ChangeTracker()
         self._pool = Pool(settings, self._requests)
         self._timer: Timer | None = None
         self._is_closed = False

@@ -38,8 +38,8 @@ from gpu_worker_pool.core import (
 from gpu_worker_pool.errors import IllegalEventError, LedgerUnavailableError
 from gpu_worker_pool.hardware.processes import boot_id as id_of_this_boot
 from gpu_worker_pool.ledger import Committed, Question, Tell, tell_of
+from gpu_worker_pool.ledger.change_tracker import ChangeTracker
 from gpu_worker_pool.ledger.file import LedgerFile
-from gpu_worker_pool.ledger.noting import NotingDict
 from gpu_worker_pool.ledger.tables import FORMAT, SCHEMA, Tables
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class SQLiteLedger:
             self._meta = self._tables.meta()
         #: What this process believes; None when it must be read anew.
         self._pool: Pool | None = None
-        self._requests: NotingDict[str, Waiter | Lease | Outcome] = NotingDict()
+        self._requests: ChangeTracker[str, Waiter | Lease | Outcome] = ChangeTracker()
         self._data_version = -1
         self._has_served = False
         #: The last readings: they are in no file, and a pool that is read anew needs them.
@@ -327,7 +327,7 @@ class SQLiteLedger:
         pool, is_everything = self._pool, self._pool is None
         is_any = is_everything or meta.revision != known.revision
         if pool is None:
-            self._requests = NotingDict()
+            self._requests = ChangeTracker()
             self._pool = pool = Pool(self._settings, self._requests)
             self._tables.load(pool, None, meta)
         elif is_any:

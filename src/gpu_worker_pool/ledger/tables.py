@@ -10,9 +10,9 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gpu_worker_pool.core.adopting import GPUHistory, adopt
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.queue import Waiter
+from gpu_worker_pool.core.replication import GPUHistory, replicate
 from gpu_worker_pool.core.saved import lease_of, moment_of, moved, outcome_of, plain, waiter_of
 from gpu_worker_pool.errors import LedgerUnavailableError
 
@@ -123,7 +123,7 @@ class Tables:
             self._gpu_rows[row[0]] = row
             gpu_id, endpoint_id, last_fence, freed_at, read_after = row
             histories.append(GPUHistory(gpu_id, endpoint_id, last_fence, moment_of(freed_at), moment_of(read_after)))
-        adopt(pool, news, histories)
+        replicate(pool, news, histories)
         pool.fence, pool.ticket = meta.fence, meta.ticket
         pool.now = max(pool.now, moment_of(meta.now))
         tally = json.loads(meta.tally)
@@ -165,7 +165,7 @@ class Tables:
         if isinstance(known, Lease):
             kind, lease_id = _LEASE, known.lease_id
             if known.fence > last_fence:
-                is_shared = known.request.wishes.share
+                is_shared = known.request.requirements.share
                 for gpu_id in known.gpu_ids:
                     self._execute("INSERT INTO promised VALUES (?, ?, ?)", (gpu_id, lease_id, is_shared))
         elif not isinstance(known, Waiter):

@@ -152,8 +152,8 @@ def test_gpus_are_kept_for_it_in_one_place() -> None:
     async def test() -> None:
         first, second = Fake("first"), Fake("second")
         task = await waiting_at(first, second)
-        assert [may_keep for _, may_keep in first.polls] == [True] * len(first.polls)
-        assert [may_keep for _, may_keep in second.polls] == [False] * len(second.polls)
+        assert [may_reserve for _, may_reserve in first.polls] == [True] * len(first.polls)
+        assert [may_reserve for _, may_reserve in second.polls] == [False] * len(second.polls)
         task.cancel()
 
     run(test)

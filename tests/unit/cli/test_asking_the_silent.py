@@ -8,7 +8,7 @@ import pytest
 
 from gpu_worker_pool.cli.running import asking as asking_module
 from gpu_worker_pool.cli.running.asking import Asking
-from gpu_worker_pool.core.wishes import Wishes
+from gpu_worker_pool.core.requirements import Requirements
 from gpu_worker_pool.errors import ServiceUnavailableTimeoutError
 from gpu_worker_pool.leases.lifetime import LeaseLife
 from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, StillWaiting
@@ -26,7 +26,7 @@ class _Service:
     async def rest(self) -> None:
         pass
 
-    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:  # noqa: ARG002
+    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:  # noqa: ARG002
         self.asked.append("acquire")
         return HeldLease(self.endpoint_id, "lease-1", 1, (), ask, LeaseLife(ask.ttl_seconds, 0.0))
 
@@ -44,8 +44,8 @@ class _Service:
 
 
 class _Silent(_Service):
-    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
-        await super().acquire(ask, wait_seconds=wait_seconds, may_keep=may_keep)
+    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
+        await super().acquire(ask, wait_seconds=wait_seconds, may_reserve=may_reserve)
         return await asyncio.Future[HeldLease]()
 
     async def cancel(self, ask: LeaseAsk) -> None:
@@ -54,7 +54,7 @@ class _Silent(_Service):
 
 
 def _asking(*services: _Service) -> Asking:
-    asks = [(service, LeaseAsk.new("worker", Wishes(), None, 60.0)) for service in services]
+    asks = [(service, LeaseAsk.new("worker", Requirements(), None, 60.0)) for service in services]
     return Asking(asks, lambda *_: None, lambda *_: None)
 
 

@@ -12,7 +12,7 @@ import pytest
 from gpu_worker_pool.cli.keys import Tokens
 from gpu_worker_pool.cli.running.http_leases import HTTPLeases
 from gpu_worker_pool.config import EndpointConfig
-from gpu_worker_pool.core.wishes import Wishes
+from gpu_worker_pool.core.requirements import Requirements
 from gpu_worker_pool.errors import RequestEndedError
 from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, StillWaiting
 
@@ -20,7 +20,7 @@ DAY_SECONDS = 24 * 3600.0
 
 
 def ask() -> LeaseAsk:
-    return LeaseAsk.new("worker", Wishes(), None, 60.0)
+    return LeaseAsk.new("worker", Requirements(), None, 60.0)
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ class EndingOnce:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:  # noqa: ARG002
+    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:  # noqa: ARG002
         self.asked.append(ask.request_id)
         if len(self.asked) == 1:
             raise RequestEndedError(state="given_up")
@@ -97,9 +97,9 @@ def test_a_request_that_is_made_anew_has_one_token(tokens: Tokens, tmp_path: Pat
     leases = HTTPLeases(EndpointConfig("server", "http://server:1"), EndingOnce(), tokens)
     first = ask()
     with pytest.raises(RequestEndedError):
-        asyncio.run(leases.acquire(first, wait_seconds=0, may_keep=True))
+        asyncio.run(leases.acquire(first, wait_seconds=0, may_reserve=True))
     again = first.anew()
-    asyncio.run(leases.acquire(again, wait_seconds=0, may_keep=True))
+    asyncio.run(leases.acquire(again, wait_seconds=0, may_reserve=True))
     assert tokens.of(first.request_id) is None
     assert tokens.of(again.request_id) == again.token
     leases.forget()

@@ -6,8 +6,8 @@ import pytest
 
 from gpu_worker_pool.cli.running import progress as progress_module
 from gpu_worker_pool.cli.running.progress import Progress
-from gpu_worker_pool.cli.showing.cells import GPU_COLUMNS, gpu_rows
 from gpu_worker_pool.cli.tables import columns_that_fit
+from gpu_worker_pool.cli.views.cells import GPU_COLUMNS, gpu_rows
 
 GPU = {
     "gpu_id": 0,

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from gpu_worker_pool.core import (
-    PLAIN,
+    ANY_GPU,
     Cancelled,
     GPUsVanished,
     HolderGone,
     LeaseState,
     Outcome,
+    PollAbandoned,
     PoolSettings,
     ProcessReading,
     QuarantineEnded,
@@ -26,14 +27,13 @@ from gpu_worker_pool.core import (
     Renewed,
     Request,
     Requested,
+    Requirements,
     Resumed,
     Stopped,
-    StoppedListening,
     Ticked,
     Unreachable,
-    Wishes,
     explain,
-    explain_wishes,
+    explain_requirements,
     restore,
     save,
 )
@@ -45,13 +45,13 @@ from tests.unit.core.oracle import Oracle
 HOSTS = {"a": 3, "b": 2}
 MODELS = ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB"]
 
-wishes = st.one_of(
-    st.just(PLAIN),
-    st.builds(Wishes, priority=st.sampled_from([0, 0, 1])),
-    st.builds(Wishes, count=st.sampled_from([1, 2, 2, 3])),
-    st.builds(Wishes, memory_mb=st.sampled_from([10_000, 30_000, 60_000]), share=st.booleans()),
+requirements = st.one_of(
+    st.just(ANY_GPU),
+    st.builds(Requirements, priority=st.sampled_from([0, 0, 1])),
+    st.builds(Requirements, count=st.sampled_from([1, 2, 2, 3])),
+    st.builds(Requirements, memory_mb=st.sampled_from([10_000, 30_000, 60_000]), share=st.booleans()),
     st.builds(
-        Wishes,
+        Requirements,
         count=st.sampled_from([1, 1, 2]),
         gpu_model=st.sampled_from([None, "h100", "A100"]),
         only=st.sampled_from([None, ("0",), ("1", "a:0")]),
@@ -135,48 +135,50 @@ class Histories(RuleBasedStateMachine):
     # ---- requests
 
     @rule(
-        wishes=wishes,
+        requirements=requirements,
         ttl=st.sampled_from([None, 10.0, 60.0]),
         patience=st.sampled_from([None, None, 0.0, 5.0, 90.0]),
         polls=st.sampled_from([None, None, 0.0, 3.0]),
         owner=st.sampled_from(["me", "you"]),
         account=st.sampled_from(["", "", "ours"]),
-        may_keep=st.sampled_from([True, True, False]),
+        may_reserve=st.sampled_from([True, True, False]),
     )
     def request(
         self,
-        wishes: Wishes,
+        requirements: Requirements,
         ttl: float | None,
         patience: float | None,
         polls: float | None,
         owner: str,
         account: str,
-        may_keep: bool,
+        may_reserve: bool,
     ) -> None:
         self.serial += 1
         ttl = 60.0 if polls is not None else ttl
-        request = Request(f"r{self.serial}", wishes, owner=owner, ttl_seconds=ttl, account=account)
+        request = Request(f"r{self.serial}", requirements, owner=owner, ttl_seconds=ttl, account=account)
         deadline = None if patience is None else self.now + patience
         most = self.settings_of_pool.most_waiting_of_an_account
         waiting = sum(each.request.account == account for each in self.oracle.waiting.values())
         is_done = self.step(
-            Requested(request, deadline, None if polls is None else self.now + polls, may_keep, f"a{self.serial}")
+            Requested(request, deadline, None if polls is None else self.now + polls, may_reserve, f"a{self.serial}")
         )
         assert is_done or (account and most is not None and waiting >= most)
 
     @precondition(lambda self: self.serial)
-    @rule(number=st.integers(0, 11), polls=st.sampled_from([0.0, 3.0]), is_other=st.booleans(), may_keep=st.booleans())
-    def ask_again(self, number: int, polls: float, is_other: bool, may_keep: bool) -> None:
+    @rule(
+        number=st.integers(0, 11), polls=st.sampled_from([0.0, 3.0]), is_other=st.booleans(), may_reserve=st.booleans()
+    )
+    def ask_again(self, number: int, polls: float, is_other: bool, may_reserve: bool) -> None:
         request = self.oracle.requests[self.some(list(self.oracle.requests), number)]
         known = self.pool.requests.get(request.request_id)
         if known is None or (isinstance(known, Outcome) and self.pool.outcomes.is_old(known, self.now)):
             return  # it ended long ago, and may be asked anew
-        asking_until = None if request.ttl_seconds is None else self.now + polls
+        poll_deadline = None if request.ttl_seconds is None else self.now + polls
         if is_other:
             with pytest.raises(RequestMismatchError):
-                self.pool.apply(Requested(replace(request, label="another"), None, asking_until), self.now)
+                self.pool.apply(Requested(replace(request, label="another"), None, poll_deadline), self.now)
         else:
-            assert self.step(Requested(request, None, asking_until, may_keep, f"again-{number}"))
+            assert self.step(Requested(request, None, poll_deadline, may_reserve, f"again-{number}"))
 
     @precondition(lambda self: self.serial)
     @rule(number=st.integers(0, 11), by=st.sampled_from(["me", "you", None]))
@@ -216,7 +218,7 @@ class Histories(RuleBasedStateMachine):
     def stop_listening(self, number: int, is_old: bool) -> None:
         """Nobody hears the answer to the last asking any more; or to one that was followed by another."""
         request_id = self.some(list(self.oracle.requests), number)
-        self.step(StoppedListening(request_id, "an old one" if is_old else self.oracle.ask_of(request_id)))
+        self.step(PollAbandoned(request_id, "an old one" if is_old else self.oracle.ask_of(request_id)))
 
     @precondition(lambda self: self.lease_ids)
     @rule(number=st.integers(0, 11), is_proven=st.booleans())
@@ -298,11 +300,11 @@ class Histories(RuleBasedStateMachine):
             for gpu_told in told.gpus:
                 card = self.oracle.cards.get(gpu_told.gpu_id)
                 if card is not None:
-                    why_not = self.oracle.why_not(card, waiting.request.wishes, max(self.now, self.pool.now))
+                    why_not = self.oracle.why_not(card, waiting.request.requirements, max(self.now, self.pool.now))
                     own = [found for found in gpu_told.obstacles if found.kind != "kept"]
                     assert (why_not is None) == (not own), f"{gpu_told} but {why_not}"
-        assert explain_wishes(self.pool, PLAIN, self.now).position == 1 + sum(
-            waiting.request.wishes.priority >= 0 for waiting in self.oracle.waiting.values()
+        assert explain_requirements(self.pool, ANY_GPU, self.now).position == 1 + sum(
+            waiting.request.requirements.priority >= 0 for waiting in self.oracle.waiting.values()
         )
 
     @rule(is_reboot=st.booleans())
@@ -362,7 +364,7 @@ class OnALedger(Histories):
     """As a server keeps it: many that poll, and few ids remembered for long."""
 
     settings_of_pool = PoolSettings(
-        remember_seconds=50.0, claim_seconds=2.0, strategy="weighted", most_waiting_of_an_account=2
+        remember_seconds=50.0, offer_ttl_seconds=2.0, strategy="weighted", most_waiting_of_an_account=2
     )
 
 

@@ -18,16 +18,16 @@ from gpu_worker_pool.core import (
     LeaseEnded,
     LeaseState,
     Observed,
+    PollAbandoned,
     PoolSettings,
     Reading,
     Released,
     Request,
     Requested,
     RequestState,
-    StoppedListening,
+    Requirements,
     Unreachable,
     WakeAt,
-    Wishes,
 )
 
 
@@ -36,18 +36,18 @@ class Waiting:
     request: Request
     arrival: int
     since: float
-    may_keep: bool = True
+    may_reserve: bool = True
     #: Until when somebody hears the answer to its last asking; None: until there is one.
     heard_until: float | None = None
-    ask: str = ""
+    poll_id: str = ""
 
     def asked(self, event: Requested, now: float) -> None:
-        self.may_keep, self.ask = event.may_keep, event.ask
-        self.heard_until = None if event.asking_until is None else max(event.asking_until, now)
+        self.may_reserve, self.poll_id = event.may_reserve, event.poll_id
+        self.heard_until = None if event.poll_deadline is None else max(event.poll_deadline, now)
 
     @property
     def order(self) -> tuple[int, int]:
-        return (-self.request.wishes.priority, self.arrival)
+        return (-self.request.requirements.priority, self.arrival)
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Oracle:
             self._saw_effect(effect, asked_again, now)
         if ends_here is not None:
             self._end_lease(ends_here, LeaseState.RELEASED, now)
-        if isinstance(event, StoppedListening) and event.ask:
+        if isinstance(event, PollAbandoned) and event.poll_id:
             self._saw_one_go(event, now)
         for request_id in list(self.waiting):
             assert request_id not in self.ended, f"{request_id} waits and has ended"
@@ -132,19 +132,19 @@ class Oracle:
     def ask_of(self, request_id: str) -> str:
         """The asking that waits for an answer, or that nobody but its asker knows to have had one."""
         if request_id in self.waiting:
-            return self.waiting[request_id].ask
-        return next((each.ask for each in self.leases.values() if each.request.request_id == request_id), "")
+            return self.waiting[request_id].poll_id
+        return next((each.poll_id for each in self.leases.values() if each.request.request_id == request_id), "")
 
-    def _saw_one_go(self, event: StoppedListening, now: float) -> None:
+    def _saw_one_go(self, event: PollAbandoned, now: float) -> None:
         """Only the asking that it is about is touched, as a waiter or as what it was granted."""
-        if self.ask_of(event.request_id) != event.ask:
+        if self.ask_of(event.request_id) != event.poll_id:
             return
         if event.request_id in self.waiting:
             self.waiting[event.request_id].heard_until = -math.inf
         for lease in list(self.leases.values()):
             if lease.request.request_id == event.request_id and lease.state is LeaseState.HELD:
-                claim_until = now + self.settings.claim_seconds
-                self._keep_lease(replace(lease, state=LeaseState.OFFERED, expires_at=claim_until))
+                offer_deadline = now + self.settings.offer_ttl_seconds
+                self._keep_lease(replace(lease, state=LeaseState.OFFERED, expires_at=offer_deadline))
 
     def _saw_readings(self, event: Observed, now: float) -> None:
         begun_at = min(event.begun_at, now)
@@ -226,7 +226,7 @@ class Oracle:
     # ---- the rules
 
     def _judge_grant(self, waiting: Waiting, lease: Lease, now: float) -> None:
-        wishes = waiting.request.wishes
+        requirements = waiting.request.requirements
         assert lease.fence > self.fence, "fences only grow"
         is_heard = waiting.heard_until is None or now <= waiting.heard_until
         assert lease.state is (LeaseState.HELD if is_heard else LeaseState.OFFERED), (
@@ -234,20 +234,20 @@ class Oracle:
         )
         if not is_heard:
             assert lease.expires_at is not None, "nobody may ever come for it"
-            assert now < lease.expires_at <= now + self.settings.claim_seconds, "kept for too long, or not at all"
-        assert len(set(lease.gpu_ids)) == wishes.count, "all or none"
+            assert now < lease.expires_at <= now + self.settings.offer_ttl_seconds, "kept for too long, or not at all"
+        assert len(set(lease.gpu_ids)) == requirements.count, "all or none"
         assert len({self.cards[gpu_id].endpoint for gpu_id in lease.gpu_ids}) == 1, "never across endpoints"
         for gpu_id in lease.gpu_ids:
-            why_not = self.why_not(self.cards[gpu_id], wishes, now)
-            assert why_not is None, f"{gpu_id} was granted for {wishes} although {why_not}"
+            why_not = self.why_not(self.cards[gpu_id], requirements, now)
+            assert why_not is None, f"{gpu_id} was granted for {requirements} although {why_not}"
             self._judge_order(waiting, gpu_id, now)
         self._judge_overtaking(waiting, lease, now)
 
     def _judge_order(self, served: Waiting, gpu_id: str, now: float) -> None:
         """No barging: nobody is served before an earlier one that the same GPU would serve."""
         for other in self.waiting.values():
-            if other.order < served.order and other.request.wishes.count == 1:
-                why_not = self.why_not(self.cards[gpu_id], other.request.wishes, now)
+            if other.order < served.order and other.request.requirements.count == 1:
+                why_not = self.why_not(self.cards[gpu_id], other.request.requirements, now)
                 kept_for_another = self._is_kept_from(other, now)
                 assert why_not is not None or kept_for_another, (
                     f"{served.request.request_id} got {gpu_id} before {other.request.request_id}"
@@ -265,14 +265,16 @@ class Oracle:
         for first in sorted(self.waiting.values(), key=lambda waiting: waiting.order):
             if first.order > served.order:
                 return
-            if now - first.since < self.settings.max_bypass_seconds or not first.may_keep:
+            if now - first.since < self.settings.max_bypass_seconds or not first.may_reserve:
                 continue
             hosts = {card.endpoint for card in self.cards.values()}
             able = {host: self._could_have(first, host, now) for host in hosts}
-            keeping = [host for host, (eligible, soon) in able.items() if eligible + soon >= first.request.wishes.count]
+            keeping = [
+                host for host, (eligible, soon) in able.items() if eligible + soon >= first.request.requirements.count
+            ]
             if len(keeping) == 1 and keeping[0] == lease.endpoint_id:
                 for gpu_id in lease.gpu_ids:
-                    why_not = self.why_not(self.cards[gpu_id], first.request.wishes, now)
+                    why_not = self.why_not(self.cards[gpu_id], first.request.requirements, now)
                     assert why_not is not None, f"{served.request.request_id} took {gpu_id} from {first}"
             if keeping:
                 return
@@ -281,9 +283,9 @@ class Oracle:
         eligible = soon = 0
         for card in self.cards.values():
             if card.endpoint == host:
-                if self.why_not(card, waiting.request.wishes, now) is None:
+                if self.why_not(card, waiting.request.requirements, now) is None:
                     eligible += 1
-                elif self._is_held(card) and self._is_sound(card, waiting.request.wishes, now):
+                elif self._is_held(card) and self._is_sound(card, waiting.request.requirements, now):
                     soon += 1
         return eligible, soon
 
@@ -291,28 +293,28 @@ class Oracle:
         """A quarantine may last for ever: nothing has to be kept beside it."""
         return bool(card.promises) and all(lease.quarantine is None for lease in card.promises.values())
 
-    def _is_sound(self, card: Card, wishes: Wishes, now: float) -> bool:
+    def _is_sound(self, card: Card, requirements: Requirements, now: float) -> bool:
         reading = card.reading
         if reading is None or reading.fault or reading.is_promised_elsewhere:
             return False
-        return now - self.endpoint_begun[card.endpoint] <= 15 and self._never(reading, wishes) is None
+        return now - self.endpoint_begun[card.endpoint] <= 15 and self._never(reading, requirements) is None
 
-    def _never(self, reading: Reading, wishes: Wishes) -> str | None:
-        if wishes.gpu_model and wishes.gpu_model.lower() not in reading.name.lower():
+    def _never(self, reading: Reading, requirements: Requirements) -> str | None:
+        if requirements.gpu_model and requirements.gpu_model.lower() not in reading.name.lower():
             return "wrong model"
         names = {reading.gpu_id, str(reading.index)}
-        if wishes.only is not None and not names & set(wishes.only):
+        if requirements.only is not None and not names & set(requirements.only):
             return "not among only"
-        if names & set(wishes.exclude):
+        if names & set(requirements.exclude):
             return "excluded"
-        if reading.is_mig_device and wishes.count > 1:
+        if reading.is_mig_device and requirements.count > 1:
             return "a process can use only one of these"
-        needed = max(wishes.memory_mb or 0, wishes.min_free_memory_mb or 0)
+        needed = max(requirements.memory_mb or 0, requirements.min_free_memory_mb or 0)
         if reading.memory_total_mb is not None and needed > reading.memory_total_mb:
             return "too small"
         return None
 
-    def why_not(self, card: Card, wishes: Wishes, now: float) -> str | None:
+    def why_not(self, card: Card, requirements: Requirements, now: float) -> str | None:
         reading = card.reading
         if reading is None:
             return "not seen"
@@ -322,12 +324,12 @@ class Oracle:
             return "not read since the last lease ended"
         if reading.fault is not None or reading.is_promised_elsewhere:
             return "unhealthy, or promised elsewhere"
-        if self._never(reading, wishes) is not None:
-            return self._never(reading, wishes)
+        if self._never(reading, requirements) is not None:
+            return self._never(reading, requirements)
         used, utilization = reading.memory_usage_percent, reading.utilization_percent
-        memory_limit = wishes.memory_threshold
-        utilization_limit = wishes.utilization_threshold
-        if not wishes.share:
+        memory_limit = requirements.memory_threshold
+        utilization_limit = requirements.utilization_threshold
+        if not requirements.share:
             memory_limit = self.settings.memory_threshold_percent if memory_limit is None else memory_limit
             if utilization_limit is None:
                 utilization_limit = self.settings.utilization_threshold_percent
@@ -339,9 +341,9 @@ class Oracle:
             return "utilization unknown"
         if utilization is not None and utilization_limit is not None and not utilization < utilization_limit:
             return "utilization above threshold"
-        if (utilization is None or wishes.policy == "idle") and self._has_foreign_process(card, reading):
+        if (utilization is None or requirements.policy == "idle") and self._has_foreign_process(card, reading):
             return "foreign process, or none can be seen"
-        return self._no_room(card, reading, wishes)
+        return self._no_room(card, reading, requirements)
 
     def _has_foreign_process(self, card: Card, reading: Reading) -> bool:
         if reading.processes is None:
@@ -352,20 +354,20 @@ class Oracle:
             return True
         return any(process.identity in card.processes_before_first for process in reading.processes)
 
-    def _no_room(self, card: Card, reading: Reading, wishes: Wishes) -> str | None:
+    def _no_room(self, card: Card, reading: Reading, requirements: Requirements) -> str | None:
         promised = list(card.promises.values())
-        if promised and not (wishes.share and all(lease.request.wishes.share for lease in promised)):
+        if promised and not (requirements.share and all(lease.request.requirements.share for lease in promised)):
             return "promised"
         total, used = reading.memory_total_mb, reading.memory_used_mb
-        if wishes.min_free_memory_mb is not None and (
-            total is None or used is None or total - used < wishes.min_free_memory_mb
+        if requirements.min_free_memory_mb is not None and (
+            total is None or used is None or total - used < requirements.min_free_memory_mb
         ):
             return "too little free"
-        if wishes.memory_mb is not None:
+        if requirements.memory_mb is not None:
             before = card.used_before_first if promised else used
             if total is None or used is None or before is None:
                 return "memory left unknown"
-            declared = sum(lease.request.wishes.memory_mb or math.inf for lease in promised)
-            if total - max(used, before + declared) < wishes.memory_mb:
+            declared = sum(lease.request.requirements.memory_mb or math.inf for lease in promised)
+            if total - max(used, before + declared) < requirements.memory_mb:
                 return "too little left"
         return None

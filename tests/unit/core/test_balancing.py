@@ -7,16 +7,16 @@ from collections import Counter
 import pytest
 
 from gpu_worker_pool.core import (
-    PLAIN,
+    ANY_GPU,
     Granted,
     Pool,
     PoolSettings,
     Released,
     Request,
     Requested,
+    Requirements,
     Strategy,
     Unreachable,
-    Wishes,
 )
 from gpu_worker_pool.testing import gpus, snapshot
 
@@ -27,7 +27,7 @@ class Fleet:
     def __init__(self, strategy: Strategy, **hosts: int) -> None:
         self.pool = Pool(PoolSettings(strategy=strategy, remember_at_most=10))
         self.hosts = hosts
-        self.wishes = PLAIN
+        self.requirements = ANY_GPU
         self.serial = 0
         for host in hosts:
             self.answers(host)
@@ -38,7 +38,7 @@ class Fleet:
 
     def request(self) -> str:
         self.serial += 1
-        (effect,) = self.pool.apply(Requested(Request(str(self.serial), self.wishes)), 0.0)
+        (effect,) = self.pool.apply(Requested(Request(str(self.serial), self.requirements)), 0.0)
         assert isinstance(effect, Granted)
         self.last = effect.lease.lease_id
         return effect.lease.endpoint_id
@@ -101,5 +101,5 @@ def test_a_full_endpoint_is_passed_over(strategy: Strategy) -> None:
 
 def test_special_wishes_are_balanced_too() -> None:
     fleet = Fleet("round_robin", a=4, b=4)
-    fleet.wishes = Wishes(memory_mb=1000)
+    fleet.requirements = Requirements(memory_mb=1000)
     assert fleet.passing(100) == {"a": 50, "b": 50}

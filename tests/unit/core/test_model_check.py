@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from gpu_worker_pool.core import (
-    PLAIN,
+    ANY_GPU,
     Cancelled,
     Event,
     GPUsVanished,
@@ -27,6 +27,7 @@ from gpu_worker_pool.core import (
     Lease,
     LeaseState,
     Observed,
+    PollAbandoned,
     Pool,
     PoolSettings,
     ProcessReading,
@@ -36,12 +37,11 @@ from gpu_worker_pool.core import (
     Request,
     Requested,
     RequestState,
+    Requirements,
     Resumed,
     Stopped,
-    StoppedListening,
     Ticked,
     Unreachable,
-    Wishes,
     check_invariants,
     restore,
     save,
@@ -55,8 +55,8 @@ STEP, MOMENT = 8.0, 1 / 64
 #: Some of these end with a silence, some within one; all are exact as floats, and so are their sums and differences.
 SETTINGS = PoolSettings(
     max_bypass_seconds=STEP,
-    claim_seconds=STEP,
-    patience_seconds=STEP,
+    offer_ttl_seconds=STEP,
+    queue_ttl_seconds=STEP,
     expiry_grace_seconds=STEP / 2,
     quarantine_seconds=STEP,
     reading_delays_seconds=(0.0, 1 / 8, 1 / 4, 1.0),
@@ -84,9 +84,9 @@ def askers(
     listens: float | None = None,
     ttl: float | None = None,
     asks: tuple[str, ...] = ("",),
-    **wishes: Any,
+    **requirements: Any,
 ) -> tuple[Asker, ...]:
-    wanted = Wishes(**wishes) if wishes else PLAIN
+    wanted = Requirements(**requirements) if requirements else ANY_GPU
     return tuple(
         Asker(Request(name, wanted, ttl_seconds=ttl), waits, listens, after, asks)
         for name, after in zip(names, (None, *names), strict=False)
@@ -139,12 +139,12 @@ class Scenario:
             may_ask = asker.listens is not None if name in asked else asker.after in (None, *asked)
             if may_ask:
                 deadline = None if asker.waits is None else now + asker.waits
-                asking_until = None if asker.listens is None else now + asker.listens
-                for ask in asker.asks:
-                    yield f"{name} asks {ask}", Requested(asker.request, deadline, asking_until, ask=ask)
+                poll_deadline = None if asker.listens is None else now + asker.listens
+                for poll_id in asker.asks:
+                    yield f"{name} asks {poll_id}", Requested(asker.request, deadline, poll_deadline, poll_id=poll_id)
             if name in asked:
-                for ask in filter(None, asker.asks):
-                    yield f"{name} does not hear of {ask} any more", StoppedListening(name, ask)
+                for poll_id in filter(None, asker.asks):
+                    yield f"{name} does not hear of {poll_id} any more", PollAbandoned(name, poll_id)
             if name in world.granted:
                 for what in self.said:
                     yield f"{name} {what}", SAID[what](world.granted[name])
@@ -204,13 +204,13 @@ class World:
 
     def _check_order(self, now: float) -> None:
         """Nothing is kept from the first, and for nobody too early; of the others, the invariants say the same."""
-        oracle, keeper = self.oracle, self.pool.keeper
+        oracle, reserved_for = self.oracle, self.pool.reserved_for
         if oracle.waiting:
             first = min(oracle.waiting.values(), key=lambda waiting: waiting.order)
-            wishes = first.request.wishes
-            able = [card.endpoint for card in oracle.cards.values() if oracle.why_not(card, wishes, now) is None]
-            assert all(able.count(host) < wishes.count for host in able), f"{first} could be served"
-        is_due = keeper is None or now - keeper.enqueued_at >= self.pool.settings.max_bypass_seconds
+            requirements = first.request.requirements
+            able = [card.endpoint for card in oracle.cards.values() if oracle.why_not(card, requirements, now) is None]
+            assert all(able.count(host) < requirements.count for host in able), f"{first} could be served"
+        is_due = reserved_for is None or now - reserved_for.enqueued_at >= self.pool.settings.max_bypass_seconds
         assert is_due, "GPUs are kept for one that has not waited long enough"
 
     def wind_down(self, hosts: Mapping[str, int]) -> None:
@@ -235,7 +235,7 @@ class World:
         assert not pool.queue, "somebody never gets a turn"
         assert pool.allocator.available(now) == sum(hosts.values()), "a GPU has leaked"
         for request in waiting:
-            is_possible = request.wishes.count <= max(hosts.values())
+            is_possible = request.requirements.count <= max(hosts.values())
             end = RequestState.GRANTED if is_possible else RequestState.REJECTED
             assert self.oracle.ended[request.request_id] is end
 
@@ -273,15 +273,18 @@ def essence(pool: Pool, lateness: float) -> tuple[Any, ...]:
         tuple(
             (
                 (waiter.request.request_id, min(now - waiter.enqueued_at, settings.max_bypass_seconds)),
-                (left(waiter.deadline), heard(waiter.asking_until), left(waiter.gives_up_at)),
-                (waiter.kept, waiter is pool.keeper, waiter.ask),
+                (left(waiter.deadline), heard(waiter.poll_deadline), left(waiter.gives_up_at)),
+                (waiter.reserved, waiter is pool.reserved_for, waiter.poll_id),
             )
             for waiter in pool.queue.in_order()
         ),
-        frozenset((line.head.request.request_id, line.tried) for line in pool.queue.lines()),
+        frozenset(
+            (request_class.head.request.request_id, request_class.tried)
+            for request_class in pool.queue.request_classes()
+        ),
         tuple(
             (
-                (lease.request.request_id, lease.state, lease.gpu_ids, order(lease.fence), lease.ask),
+                (lease.request.request_id, lease.state, lease.gpu_ids, order(lease.fence), lease.poll_id),
                 left(lease.expires_at),
                 lease.quarantine and (left(lease.quarantine.until), *seen(lease.quarantine.since, lease.endpoint_id)),
                 tuple((held.memory_used_mb, held.processes) for held in lease.held),
@@ -308,7 +311,7 @@ def essence(pool: Pool, lateness: float) -> tuple[Any, ...]:
         ),
         tuple(each.endpoint_id for each in sorted(allocator._ranked._rank, key=allocator._ranked._rank.get)),
         frozenset((kind, name(whose), at - now) for at, kind, whose in pool.timers.items()),
-        (left(pool.timers.not_before), left(pool._wake_at), pool.has_new_line),
+        (left(pool.timers.not_before), left(pool._wake_at), pool.has_new_class),
         (tuple(map(name, pool.quarantined)), tuple(pool.improved)),
         frozenset((each.request.request_id, each.state, each.lease_state) for each in pool.outcomes),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpu_worker_pool.core import (
-    PLAIN,
+    ANY_GPU,
     Cancelled,
     Effect,
     Ended,
@@ -20,6 +20,7 @@ from gpu_worker_pool.core import (
     LeaseEnded,
     LeaseState,
     ObstacleKind,
+    PollAbandoned,
     PoolSettings,
     ProcessReading,
     QuarantineEnded,
@@ -30,16 +31,15 @@ from gpu_worker_pool.core import (
     Request,
     Requested,
     RequestState,
+    Requirements,
     Resumed,
     Stopped,
-    StoppedListening,
     Ticked,
     Unreachable,
     Waiter,
     WakeAt,
-    Wishes,
     explain,
-    explain_wishes,
+    explain_requirements,
     restore,
     save,
 )
@@ -72,15 +72,15 @@ class Story(History):
     def asks(
         self,
         name: str,
-        wishes: Wishes = PLAIN,
+        requirements: Requirements = ANY_GPU,
         *,
         ttl: float | None = None,
         deadline: float | None = None,
-        asking_until: float | None = None,
+        poll_deadline: float | None = None,
         owner: str = "",
     ) -> tuple[Effect, ...]:
-        request = Request(name, wishes, owner=owner, ttl_seconds=ttl)
-        return self.happens(Requested(request, deadline, asking_until))
+        request = Request(name, requirements, owner=owner, ttl_seconds=ttl)
+        return self.happens(Requested(request, deadline, poll_deadline))
 
     def lease(self, name: str) -> Lease:
         lease = self.pool.requests[name]
@@ -189,7 +189,7 @@ def test_rule_1_a_lease_needs_a_reading_begun_after_the_last_one_ended(story: St
 
 
 def test_rule_1_idle_means_no_foreign_process(story: Story) -> None:
-    idle = Wishes(policy="idle")
+    idle = Requirements(policy="idle")
     story.reads(gpu(0, processes=(STRANGER,)), gpu(1, processes=None))
     story.asks("a", idle)
     told = explain(story.pool, "a", story.now)
@@ -204,14 +204,14 @@ def test_rule_1_idle_means_no_foreign_process(story: Story) -> None:
 def test_rule_1_thresholds_count_for_sharing_requests_only_where_they_name_them(story: Story) -> None:
     story.reads(gpu(0, memory_used_mb=68_000.0, utilization_percent=99.0))
     story.asks("plain")
-    story.asks("named", Wishes(memory_mb=1000, share=True, memory_threshold=80.0))
-    assert granted(story.asks("sharing", Wishes(memory_mb=1000, share=True))) == [("sharing", ("0",))]
+    story.asks("named", Requirements(memory_mb=1000, share=True, memory_threshold=80.0))
+    assert granted(story.asks("sharing", Requirements(memory_mb=1000, share=True))) == [("sharing", ("0",))]
     assert story.waits() == ["plain", "named"]
 
 
 def test_rule_1_shared_memory_counts_what_is_used_and_what_was_declared(story: Story) -> None:
-    def share(mb: float) -> Wishes:
-        return Wishes(memory_mb=mb, share=True)
+    def share(mb: float) -> Requirements:
+        return Requirements(memory_mb=mb, share=True)
 
     story.reads(gpu(0, memory_used_mb=10_000.0))
     assert granted(story.asks("a", share(30_000))) == [("a", ("0",))]
@@ -227,21 +227,21 @@ def test_rule_1_shared_memory_counts_what_is_used_and_what_was_declared(story: S
 
 def test_rule_1_who_is_handed_a_gpu_before_it_was_read_again_does_not_inherit_the_last_one_s_load(story: Story) -> None:
     loaded = gpu(0, memory_used_mb=40_000.0)
-    share = Wishes(memory_mb=30_000, share=True)
+    share = Requirements(memory_mb=30_000, share=True)
     story.reads(gpu(0))
-    story.asks("holder", Wishes(memory_mb=40_000))
+    story.asks("holder", Requirements(memory_mb=40_000))
     story.reads(loaded)
     story.asks("first", share)
     story.asks("second", share)
     assert granted(story.releases("holder")) == [("first", ("0",)), ("second", ("0",))]
     assert [held.memory_used_mb for held in story.lease("first").held] == [0.0]
-    assert granted(story.asks("third", Wishes(memory_mb=20_000, share=True))) == [("third", ("0",))]
+    assert granted(story.asks("third", Requirements(memory_mb=20_000, share=True))) == [("third", ("0",))]
 
 
 def test_rule_1_memory_that_must_be_free_now(story: Story) -> None:
     story.reads(gpu(0, memory_used_mb=50_000.0))
-    assert granted(story.asks("a", Wishes(min_free_memory_mb=30_001))) == []
-    assert granted(story.asks("b", Wishes(min_free_memory_mb=30_000))) == [("b", ("0",))]
+    assert granted(story.asks("a", Requirements(min_free_memory_mb=30_001))) == []
+    assert granted(story.asks("b", Requirements(min_free_memory_mb=30_000))) == [("b", ("0",))]
 
 
 # ---- Rule 2: one worker a GPU
@@ -255,10 +255,10 @@ def test_rule_2_one_worker_a_gpu_although_it_still_looks_idle(story: Story) -> N
     assert granted(story.reads(*gpus(2))) == []
 
 
-@pytest.mark.parametrize("newcomer", [PLAIN, Wishes(memory_mb=1000), Wishes(memory_mb=1000, share=True)])
-def test_rule_2_who_does_not_share_is_alone(story: Story, newcomer: Wishes) -> None:
+@pytest.mark.parametrize("newcomer", [ANY_GPU, Requirements(memory_mb=1000), Requirements(memory_mb=1000, share=True)])
+def test_rule_2_who_does_not_share_is_alone(story: Story, newcomer: Requirements) -> None:
     story.reads(gpu(0))
-    story.asks("a", Wishes(memory_mb=1000))
+    story.asks("a", Requirements(memory_mb=1000))
     assert granted(story.asks("b", newcomer)) == []
 
 
@@ -292,9 +292,9 @@ def test_rule_3_what_cannot_report_its_utilization_comes_last(story: Story) -> N
 def test_rule_3_several_gpus_come_from_one_endpoint(story: Story) -> None:
     story.reads(*gpus(2, endpoint_id="x"), endpoint_id="x")
     story.reads(*gpus(3, endpoint_id="y"), endpoint_id="y")
-    assert granted(story.asks("a", Wishes(count=3))) == [("a", ("y:0", "y:1", "y:2"))]
-    assert granted(story.asks("b", Wishes(count=3))) == []
-    assert granted(story.asks("c", Wishes(count=2))) == [("c", ("x:0", "x:1"))]
+    assert granted(story.asks("a", Requirements(count=3))) == [("a", ("y:0", "y:1", "y:2"))]
+    assert granted(story.asks("b", Requirements(count=3))) == []
+    assert granted(story.asks("c", Requirements(count=2))) == [("c", ("x:0", "x:1"))]
 
 
 # ---- Rule 4: order
@@ -314,9 +314,9 @@ def test_rule_4_first_come_first_served(story: Story) -> None:
 def test_rule_4_priority_goes_first(story: Story) -> None:
     story.reads(gpu(0))
     story.asks("holder")
-    story.asks("low", Wishes(priority=-1))
+    story.asks("low", Requirements(priority=-1))
     story.asks("plain")
-    story.asks("high", Wishes(priority=5))
+    story.asks("high", Requirements(priority=5))
     assert story.waits() == ["high", "plain", "low"]
     assert granted(story.releases("holder")) == [("high", ("0",))]
 
@@ -325,7 +325,7 @@ def test_rule_4_a_newcomer_does_not_overtake_one_that_the_same_gpu_would_serve(s
     story.reads(gpu(0), gpu(1))
     story.asks("a")
     story.asks("b")
-    story.asks("picky", Wishes(only=("1",)))
+    story.asks("picky", Requirements(only=("1",)))
     story.asks("newcomer")
     assert granted(story.releases("b")) == [("picky", ("1",))]
     assert granted(story.releases("a")) == [("newcomer", ("0",))]
@@ -335,14 +335,14 @@ def test_rule_4_several_gpus_all_or_none(story: Story) -> None:
     story.reads(*gpus(3))
     story.asks("a")
     story.asks("b")
-    assert story.asks("pair", Wishes(count=2)) == ()
+    assert story.asks("pair", Requirements(count=2)) == ()
     assert granted(story.releases("a")) == [("pair", ("2", "0"))]
 
 
 def test_rule_4_a_large_request_is_passed_only_until_max_bypass(story: Story) -> None:
     story.reads(*gpus(2))
     story.asks("a")
-    story.asks("pair", Wishes(count=2))
+    story.asks("pair", Requirements(count=2))
     assert granted(story.asks("small")) == [("small", ("1",))], "until then the pool does not stand idle"
     story.now += 59.9
     story.reads(*gpus(2))
@@ -353,7 +353,7 @@ def test_rule_4_a_large_request_is_passed_only_until_max_bypass(story: Story) ->
     assert granted(story.asks("too late")) == [], "GPU 1 is kept for the pair now"
     told = explain(story.pool, "too late", story.now)
     assert told is not None
-    assert [obstacle.kind for obstacle in told.gpus[1].obstacles] == [ObstacleKind.KEPT]
+    assert [obstacle.kind for obstacle in told.gpus[1].obstacles] == [ObstacleKind.RESERVED]
     assert granted(story.releases("a")) == [("pair", ("0", "1"))]
 
 
@@ -361,32 +361,32 @@ def test_rule_4_gpus_are_kept_for_the_first_such_waiter_only(story: Story) -> No
     story.reads(*gpus(4))
     for name in "abc":
         story.asks(name)
-    story.asks("pair", Wishes(count=2))
-    story.asks("triple", Wishes(count=3))
+    story.asks("pair", Requirements(count=2))
+    story.asks("triple", Requirements(count=3))
     story.now += 61.0
     story.reads(*gpus(4))
-    assert story.pool.keeper is not None
-    assert story.pool.keeper.request.request_id == "pair"
-    assert len(story.pool.keeper.kept) == 2
+    assert story.pool.reserved_for is not None
+    assert story.pool.reserved_for.request.request_id == "pair"
+    assert len(story.pool.reserved_for.reserved) == 2
     story.releases("a")
     assert story.gpus_of("pair") == ("3", "0")
     assert granted(story.releases("b")) == []
-    assert story.pool.keeper.request.request_id == "triple"
+    assert story.pool.reserved_for.request.request_id == "triple"
 
 
 def test_rule_4_nothing_is_kept_against_a_higher_priority(story: Story) -> None:
     story.reads(*gpus(2))
     story.asks("a")
-    story.asks("pair", Wishes(count=2))
+    story.asks("pair", Requirements(count=2))
     story.now += 61.0
     story.reads(*gpus(2))
-    assert granted(story.asks("urgent", Wishes(priority=1))) == [("urgent", ("1",))]
+    assert granted(story.asks("urgent", Requirements(priority=1))) == [("urgent", ("1",))]
 
 
 def test_rule_4_an_outsider_does_not_freeze_the_pool(story: Story) -> None:
     full = gpu(0, memory_used_mb=79_000.0)
     story.reads(full, gpu(1))
-    story.asks("pair", Wishes(count=2))
+    story.asks("pair", Requirements(count=2))
     story.now += 61.0
     story.reads(full, gpu(1))
     assert granted(story.asks("small")) == [("small", ("1",))]
@@ -397,7 +397,7 @@ def test_rule_4_nor_does_a_quarantine_that_does_not_end(story: Story) -> None:
     story.reads(*gpus(2))
     story.asks("gone", ttl=10.0)
     story.asks("other")
-    story.asks("pair", Wishes(count=2))
+    story.asks("pair", Requirements(count=2))
     story.now += 61.0
     story.reads(still_there, gpu(1))
     story.reads(still_there, gpu(1), after=6.0)
@@ -406,7 +406,7 @@ def test_rule_4_nor_does_a_quarantine_that_does_not_end(story: Story) -> None:
 
 
 def test_rule_4_a_shared_gpu_drains_for_one_that_needs_all_of_it(story: Story) -> None:
-    quarter = Wishes(memory_mb=20_000, share=True)
+    quarter = Requirements(memory_mb=20_000, share=True)
     story.reads(gpu(0))
     story.asks("s1", quarter)
     story.asks("s2", quarter)
@@ -423,10 +423,10 @@ def test_rule_4_a_shared_gpu_drains_for_one_that_needs_all_of_it(story: Story) -
 def test_rule_4_what_was_kept_is_free_again_when_its_waiter_leaves(story: Story) -> None:
     story.reads(*gpus(2))
     story.asks("a")
-    story.asks("pair", Wishes(count=2))
+    story.asks("pair", Requirements(count=2))
     story.now += 61.0
     story.reads(*gpus(2))
-    story.asks("small", Wishes(memory_mb=10))
+    story.asks("small", Requirements(memory_mb=10))
     assert story.waits() == ["pair", "small"]
     assert granted(story.happens(Cancelled("pair"))) == [("small", ("1",))]
 
@@ -435,28 +435,28 @@ def test_rule_4_what_was_kept_is_free_again_when_its_waiter_leaves(story: Story)
 
 
 @pytest.mark.parametrize(
-    ("wishes", "reason"),
+    ("requirements", "reason"),
     [
-        (Wishes(count=3), "3 GPUs asked for, 2 of 2 could ever serve it"),
-        (Wishes(memory_mb=80_001), "80001 MB are needed"),
-        (Wishes(min_free_memory_mb=90_000), "90000 MB are needed"),
-        (Wishes(gpu_model="B200"), "0 of 2 could ever serve it (GPU 0, 1: NVIDIA H100 80GB HBM3, not B200)"),
-        (Wishes(only=("7",)), "not among 7"),
-        (Wishes(exclude=("0", "1")), "GPU 0, 1: excluded"),
-        (Wishes(count=2, exclude=("0",)), "GPU 0: excluded"),
-        (Wishes(memory_threshold=0.0), "threshold of 0"),
+        (Requirements(count=3), "3 GPUs asked for, 2 of 2 could ever serve it"),
+        (Requirements(memory_mb=80_001), "80001 MB are needed"),
+        (Requirements(min_free_memory_mb=90_000), "90000 MB are needed"),
+        (Requirements(gpu_model="B200"), "0 of 2 could ever serve it (GPU 0, 1: NVIDIA H100 80GB HBM3, not B200)"),
+        (Requirements(only=("7",)), "not among 7"),
+        (Requirements(exclude=("0", "1")), "GPU 0, 1: excluded"),
+        (Requirements(count=2, exclude=("0",)), "GPU 0: excluded"),
+        (Requirements(memory_threshold=0.0), "threshold of 0"),
     ],
 )
-def test_rule_5_what_no_gpu_can_ever_serve_fails_at_once(story: Story, wishes: Wishes, reason: str) -> None:
+def test_rule_5_what_no_gpu_can_ever_serve_fails_at_once(story: Story, requirements: Requirements, reason: str) -> None:
     story.reads(*gpus(2))
-    (ended,) = story.asks("a", wishes)
+    (ended,) = story.asks("a", requirements)
     assert isinstance(ended, Ended)
     assert (ended.request_id, ended.state) == ("a", RequestState.REJECTED)
     assert reason in "; ".join(ended.reasons)
 
 
 def test_rule_5_nothing_is_judged_by_an_inventory_that_is_not_known(story: Story) -> None:
-    assert story.asks("a", Wishes(count=3)) == ()
+    assert story.asks("a", Requirements(count=3)) == ()
     story.reads()
     assert story.waits() == ["a"], "no GPU to see is no proof"
     effects = story.reads(*gpus(2))
@@ -466,7 +466,7 @@ def test_rule_5_nothing_is_judged_by_an_inventory_that_is_not_known(story: Story
 def test_rule_5_one_of_several_endpoints_excludes_only_itself(story: Story) -> None:
     story.happens(Unreachable("y"))
     story.reads(*gpus(1, endpoint_id="x"), endpoint_id="x")
-    story.asks("a", Wishes(count=2))
+    story.asks("a", Requirements(count=2))
     assert story.waits() == ["a"], "y may have two"
     assert granted(story.reads(*gpus(2, endpoint_id="y"), endpoint_id="y")) == [("a", ("y:0", "y:1"))]
 
@@ -474,11 +474,13 @@ def test_rule_5_one_of_several_endpoints_excludes_only_itself(story: Story) -> N
 def test_rule_5_an_endpoint_that_was_removed_can_no_longer_serve_anybody(story: Story) -> None:
     story.happens(Unreachable("y"))
     story.reads(*gpus(1, endpoint_id="x"), endpoint_id="x")
-    story.asks("pair", Wishes(count=2))
+    story.asks("pair", Requirements(count=2))
     ended = [effect for effect in story.happens(Unreachable("y", is_removed=True)) if isinstance(effect, Ended)]
     assert [(effect.request_id, effect.state) for effect in ended] == [("pair", RequestState.REJECTED)]
     assert granted(story.reads(*gpus(2, endpoint_id="y"), endpoint_id="y")) == []
-    assert granted(story.asks("again", Wishes(count=2))) == [("again", ("y:0", "y:1"))], "it is asked again, and counts"
+    assert granted(story.asks("again", Requirements(count=2))) == [("again", ("y:0", "y:1"))], (
+        "it is asked again, and counts"
+    )
 
 
 def test_rule_5_what_was_assigned_at_a_removed_endpoint_is_kept(story: Story) -> None:
@@ -493,7 +495,7 @@ def test_rule_5_what_was_assigned_at_a_removed_endpoint_is_kept(story: Story) ->
 def test_rule_5_who_waits_is_told_when_a_gpu_ceased_to_exist(story: Story) -> None:
     story.reads(*gpus(2))
     story.asks("holder")
-    story.asks("pair", Wishes(count=2))
+    story.asks("pair", Requirements(count=2))
     (ended,) = [effect for effect in story.happens(GPUsVanished(("1",))) if isinstance(effect, Ended)]
     assert (ended.request_id, ended.state) == ("pair", RequestState.REJECTED)
 
@@ -501,7 +503,7 @@ def test_rule_5_who_waits_is_told_when_a_gpu_ceased_to_exist(story: Story) -> No
 def test_rule_5_a_gpu_that_is_missing_for_a_moment_is_still_part_of_the_host(story: Story) -> None:
     story.reads(*gpus(2))
     story.reads(gpu(0))
-    story.asks("pair", Wishes(count=2))
+    story.asks("pair", Requirements(count=2))
     assert granted(story.reads(*gpus(2))) == [("pair", ("0", "1"))]
 
 
@@ -513,7 +515,7 @@ def test_rule_6_each_end_is_told_once(story: Story) -> None:
     story.asks("holder")
     assert story.asks("timed out", deadline=5.0) == (WakeAt(5.0),)
     story.asks("cancelled")
-    story.asks("given up", ttl=TTL, asking_until=story.now)
+    story.asks("given up", ttl=TTL, poll_deadline=story.now)
     story.asks("stopped")
     story.now = 0.0
     assert story.happens(Ticked(), after=5.0) == (
@@ -567,14 +569,14 @@ def test_rule_8_in_process_the_next_has_it_in_the_same_step(story: Story) -> Non
 
 def test_rule_8_a_reading_from_before_the_release_does_not_send_the_gpu_past_the_next_waiter(story: Story) -> None:
     busy = gpu(0, utilization_percent=95.0)
-    sharing = Wishes(memory_mb=1000, share=True)
+    sharing = Requirements(memory_mb=1000, share=True)
     story.reads(gpu(0))
     story.asks("holder")
     story.reads(busy)
     story.asks("next")
     story.asks("does not mind", sharing)
     assert granted(story.releases("holder")) == []
-    assert granted(story.asks("newcomer", Wishes(memory_mb=2000, share=True))) == []
+    assert granted(story.asks("newcomer", Requirements(memory_mb=2000, share=True))) == []
     told = explain(story.pool, "newcomer", story.now)
     assert told is not None
     assert str(told.gpus[0]) == "GPU 0: kept for next, which is before you, until it was read again"
@@ -587,7 +589,7 @@ def test_rule_8_what_was_awaited_for_one_that_left_serves_another(story: Story) 
     story.asks("holder")
     story.reads(busy)
     story.asks("next")
-    story.asks("does not mind", Wishes(memory_mb=1000, share=True))
+    story.asks("does not mind", Requirements(memory_mb=1000, share=True))
     story.releases("holder")
     assert granted(story.happens(Cancelled("next"))) == [("does not mind", ("0",))]
 
@@ -599,7 +601,7 @@ def test_rule_8_but_others_do_not_wait_for_ever_for_that(story: Story, readings:
     story.asks("holder")
     story.reads(busy)
     story.asks("next")
-    story.asks("does not mind", Wishes(memory_mb=1000, share=True))
+    story.asks("does not mind", Requirements(memory_mb=1000, share=True))
     story.releases("holder")
     if readings:
         assert granted(story.reads(busy)) == [("does not mind", ("0",))], "it is busy, with somebody else's work"
@@ -638,16 +640,16 @@ def test_rule_9_asking_twice_is_one_lease(story: Story) -> None:
     (first,) = [e for e in story.asks("a", ttl=TTL) if isinstance(e, Granted)]
     assert story.asks("a", ttl=TTL) == (Granted(first.lease),)
     with pytest.raises(RequestMismatchError, match="'a' was used for another"):
-        story.asks("a", Wishes(count=2), ttl=TTL)
+        story.asks("a", Requirements(count=2), ttl=TTL)
 
 
 def test_rule_9_asking_again_keeps_the_place_and_after_the_end_tells_the_outcome(story: Story) -> None:
     story.reads(gpu(0))
     story.asks("holder")
-    story.asks("a", ttl=TTL, asking_until=story.now)
-    story.asks("b", ttl=TTL, asking_until=story.now)
+    story.asks("a", ttl=TTL, poll_deadline=story.now)
+    story.asks("b", ttl=TTL, poll_deadline=story.now)
     story.now += 20.0
-    story.asks("a", ttl=TTL, asking_until=story.now)
+    story.asks("a", ttl=TTL, poll_deadline=story.now)
     story.happens(Ticked(), after=15.0)
     assert story.waits() == ["a"], "b has not asked for more than 30 s"
     assert story.asks("b", ttl=TTL) == (Ended("b", RequestState.GIVEN_UP),)
@@ -656,7 +658,7 @@ def test_rule_9_asking_again_keeps_the_place_and_after_the_end_tells_the_outcome
 def test_rule_9_who_listens_until_it_is_answered_is_not_given_up(story: Story) -> None:
     story.reads(gpu(0))
     story.asks("holder")
-    story.asks("a", ttl=TTL, asking_until=story.now)
+    story.asks("a", ttl=TTL, poll_deadline=story.now)
     story.asks("a", ttl=TTL)
     story.happens(Ticked(), after=1000.0)
     assert story.waits() == ["a"]
@@ -673,13 +675,13 @@ def test_rule_9_a_lease_that_could_not_expire_is_refused(story: Story, ttl: floa
 def test_rule_9_a_grant_between_two_polls_waits_for_its_asker(story: Story) -> None:
     story.reads(gpu(0))
     story.asks("holder")
-    story.asks("a", ttl=TTL, asking_until=story.now + 1)
+    story.asks("a", ttl=TTL, poll_deadline=story.now + 1)
     story.now += 5.0
     story.releases("holder")
     assert story.lease("a").state is LeaseState.OFFERED
     assert story.lease("a").expires_at == pytest.approx(story.now + 10.0)
     story.now += 9.0
-    (told,) = [e for e in story.asks("a", ttl=TTL, asking_until=story.now) if isinstance(e, Granted)]
+    (told,) = [e for e in story.asks("a", ttl=TTL, poll_deadline=story.now) if isinstance(e, Granted)]
     assert told.lease.state is LeaseState.HELD
     assert told.lease.expires_at == pytest.approx(story.now + TTL)
 
@@ -687,8 +689,8 @@ def test_rule_9_a_grant_between_two_polls_waits_for_its_asker(story: Story) -> N
 def test_rule_9_one_that_went_keeps_its_place_and_is_only_offered_a_gpu(story: Story) -> None:
     story.reads(gpu(0))
     story.asks("holder")
-    story.happens(Requested(Request("a", ttl_seconds=TTL), asking_until=story.now + 20, ask="only"))
-    story.happens(StoppedListening("a", "only"), after=1.0)
+    story.happens(Requested(Request("a", ttl_seconds=TTL), poll_deadline=story.now + 20, poll_id="only"))
+    story.happens(PollAbandoned("a", "only"), after=1.0)
     assert story.waits() == ["a"]
     story.releases("holder")
     assert story.lease("a").state is LeaseState.OFFERED, "in the same moment already"
@@ -702,8 +704,8 @@ def test_rule_9_one_that_nobody_answers_is_given_up_unless_it_comes_back(
 ) -> None:
     story.reads(gpu(0))
     story.asks("holder")
-    story.happens(Requested(Request("a", ttl_seconds=TTL), asking_until=story.now + 20, ask="only"))
-    story.happens(StoppedListening("a", "only", is_gone), after=1.0)
+    story.happens(Requested(Request("a", ttl_seconds=TTL), poll_deadline=story.now + 20, poll_id="only"))
+    story.happens(PollAbandoned("a", "only", is_gone), after=1.0)
     story.happens(Ticked(), after=kept_seconds - 1.0)
     assert story.waits() == ["a"]
     assert Ended("a", RequestState.GIVEN_UP) in story.happens(Ticked(), after=1.0)
@@ -712,8 +714,8 @@ def test_rule_9_one_that_nobody_answers_is_given_up_unless_it_comes_back(
 def test_rule_9_no_gpu_is_kept_longer_for_one_that_went_than_its_place_would_be(story: Story) -> None:
     story.reads(gpu(0))
     story.asks("holder")
-    story.happens(Requested(Request("a", ttl_seconds=TTL), asking_until=story.now + 20, ask="only"))
-    story.happens(StoppedListening("a", "only"), after=1.0)
+    story.happens(Requested(Request("a", ttl_seconds=TTL), poll_deadline=story.now + 20, poll_id="only"))
+    story.happens(PollAbandoned("a", "only"), after=1.0)
     went_at = story.now
     story.now += 7.0
     story.releases("holder")
@@ -725,7 +727,7 @@ def test_rule_9_no_gpu_is_kept_for_one_that_has_not_asked_for_longer_than_its_pl
     story.reads(gpu(0))
     story.asks("holder")
     last_heard = story.now + 1
-    story.asks("a", ttl=TTL, asking_until=last_heard)
+    story.asks("a", ttl=TTL, poll_deadline=last_heard)
     story.now += 26.0
     story.reads(gpu(0))
     story.releases("holder")
@@ -736,23 +738,23 @@ def test_rule_9_the_end_of_an_old_asking_says_nothing_of_a_newer_one(story: Stor
     story.reads(gpu(0))
     story.asks("holder")
     for asking in ("old", "new"):
-        story.happens(Requested(Request("a", ttl_seconds=TTL), asking_until=story.now + 60, ask=asking))
-    story.happens(StoppedListening("a", "old"), after=1.0)
+        story.happens(Requested(Request("a", ttl_seconds=TTL), poll_deadline=story.now + 60, poll_id=asking))
+    story.happens(PollAbandoned("a", "old"), after=1.0)
     story.happens(Ticked(), after=40.0)
     assert story.waits() == ["a"], "it listens"
     story.reads(gpu(0))
     story.releases("holder")
     assert story.lease("a").state is LeaseState.HELD
-    story.happens(StoppedListening("a", "old"))
+    story.happens(PollAbandoned("a", "old"))
     assert story.lease("a").state is LeaseState.HELD
-    story.happens(StoppedListening("a", "new"))
+    story.happens(PollAbandoned("a", "new"))
     assert story.lease("a").state is LeaseState.OFFERED
 
 
 def test_rule_9_a_grant_that_nobody_comes_for_goes_to_the_next(story: Story) -> None:
     story.reads(gpu(0))
     story.asks("holder")
-    story.asks("dead", ttl=TTL, asking_until=story.now)
+    story.asks("dead", ttl=TTL, poll_deadline=story.now)
     story.asks("alive", ttl=TTL)
     story.now += 1.0
     story.releases("holder")
@@ -829,7 +831,7 @@ def test_rule_9_what_was_forgotten_may_be_asked_anew(story: Story) -> None:
     story.releases("a")
     story.now += 24 * 3600.0
     story.reads(gpu(0))
-    assert granted(story.asks("a", Wishes(memory_mb=10))) == [("a", ("0",))]
+    assert granted(story.asks("a", Requirements(memory_mb=10))) == [("a", ("0",))]
 
 
 def test_rule_9_ended_requests_are_forgotten_after_a_day(story: Story) -> None:
@@ -859,7 +861,7 @@ def test_rule_9_no_more_outcomes_are_remembered_than_allowed() -> None:
 def test_rule_10_after_a_silence_everybody_gets_one_full_ttl(story: Story) -> None:
     story.reads(gpu(0))
     story.asks("a", ttl=20.0)
-    story.asks("b", ttl=20.0, asking_until=story.now, deadline=40.0)
+    story.asks("b", ttl=20.0, poll_deadline=story.now, deadline=40.0)
     lease_id = story.lease("a").lease_id
     story.now = 1000.0
     effects = story.happens(Resumed(unserved_seconds=999.0))
@@ -887,14 +889,14 @@ def test_rule_10_a_lease_that_has_longer_to_live_keeps_it(story: Story) -> None:
 def test_rule_10_what_nobody_came_for_is_not_kept_for_an_hour(story: Story) -> None:
     story.reads(gpu(0))
     story.asks("a")
-    story.asks("offered", ttl=3600.0, asking_until=story.now)
-    story.asks("waiting", ttl=3600.0, asking_until=story.now)
+    story.asks("offered", ttl=3600.0, poll_deadline=story.now)
+    story.asks("waiting", ttl=3600.0, poll_deadline=story.now)
     story.now += 1.0
     story.releases("a")
     story.reads(gpu(0))
     assert story.lease("offered").state is LeaseState.OFFERED
     story.happens(Resumed(unserved_seconds=20.0))
-    assert story.lease("offered").expires_at == pytest.approx(story.now + story.pool.settings.claim_seconds)
+    assert story.lease("offered").expires_at == pytest.approx(story.now + story.pool.settings.offer_ttl_seconds)
     waiter = story.pool.requests["waiting"]
     assert isinstance(waiter, Waiter)
     assert waiter.gives_up_at == pytest.approx(story.now + TTL)
@@ -904,7 +906,7 @@ def test_rule_10_after_a_reboot_times_begin_anew_and_process_ids_mean_nothing(st
     story.now = 5000.0
     story.reads(gpu(0, memory_used_mb=300.0, processes=(STRANGER,)))
     story.asks("a", ttl=20.0)
-    story.asks("b", ttl=20.0, asking_until=story.now)
+    story.asks("b", ttl=20.0, poll_deadline=story.now)
     again = Story(start=save(restore(save(story.pool), clock_began_anew_at=7.0)))
     again.now = 7.0
     again.happens(Resumed(unserved_seconds=0.0))
@@ -918,8 +920,8 @@ def test_rule_10_after_a_reboot_times_begin_anew_and_process_ids_mean_nothing(st
 
 def test_rule_10_a_restored_lease_still_knows_its_gpu(story: Story) -> None:
     story.reads(*gpus(4))
-    story.asks("a", Wishes(only=("3",)), ttl=TTL)
-    (told,) = Story(start=save(story.pool)).asks("a", Wishes(only=("3",)), ttl=TTL)[:1]
+    story.asks("a", Requirements(only=("3",)), ttl=TTL)
+    (told,) = Story(start=save(story.pool)).asks("a", Requirements(only=("3",)), ttl=TTL)[:1]
     assert isinstance(told, Granted)
     assert [(held.gpu_id, held.index, held.uuid) for held in told.lease.held] == [("3", 3, "GPU-host-3")]
 
@@ -984,14 +986,14 @@ def test_rule_11_a_process_that_was_there_before_may_be_the_holder_s_own(story: 
 
 def test_rule_11_of_those_who_share_a_dead_one_is_told_from_the_living(story: Story) -> None:
     story.reads(gpu(0))
-    story.asks("dead", Wishes(memory_mb=16_000, share=True))
+    story.asks("dead", Requirements(memory_mb=16_000, share=True))
     old = ProcessReading(1, 1.0, name="dead")
     story.reads(gpu(0, memory_used_mb=16_000.0, processes=(old,)))
-    story.asks("living", Wishes(memory_mb=4_000, share=True))
+    story.asks("living", Requirements(memory_mb=4_000, share=True))
     young = ProcessReading(2, 2.0, name="living")
     story.reads(gpu(0, memory_used_mb=20_000.0, processes=(old, young)))
     story.happens(HolderGone(story.lease("dead").lease_id, is_proven=True))
-    story.asks("next", Wishes(memory_mb=70_000, share=True))
+    story.asks("next", Requirements(memory_mb=70_000, share=True))
     assert granted(story.reads(gpu(0, memory_used_mb=3_000.0, processes=(old,)))) == [], "it is there yet"
     assert granted(story.reads(gpu(0, memory_used_mb=4_257.0, processes=(young,)))) == [], "more than was promised"
     assert granted(story.reads(gpu(0, memory_used_mb=None, processes=(young,)))) == [], "who knows"
@@ -1044,7 +1046,7 @@ def test_rule_11_a_gpu_that_ceased_to_exist_loses_its_leases(story: Story) -> No
 
 def test_rule_11_the_other_gpus_of_a_lost_lease_are_quarantined(story: Story) -> None:
     story.reads(*gpus(2))
-    story.asks("pair", Wishes(count=2), ttl=TTL)
+    story.asks("pair", Requirements(count=2), ttl=TTL)
     story.happens(GPUsVanished(("0",)))
     assert story.lease("pair").state is LeaseState.QUARANTINED
     story.asks("b", ttl=TTL)
@@ -1090,7 +1092,7 @@ def test_rule_12_every_gpu_is_explained_with_its_numbers(story: Story) -> None:
 def test_rule_5_gpus_are_named_in_order_whichever_was_known_first(story: Story) -> None:
     story.reads(gpu(2), gpu(0))
     story.reads(gpu(0), gpu(1), gpu(2))
-    told = story.asks("a", wishes=Wishes(gpu_model="B200"))
+    told = story.asks("a", requirements=Requirements(gpu_model="B200"))
     (ended,) = [effect for effect in told if isinstance(effect, Ended)]
     assert "(GPU 0, 1, 2: " in ended.reasons[0]
 
@@ -1098,18 +1100,21 @@ def test_rule_5_gpus_are_named_in_order_whichever_was_known_first(story: Story) 
 def test_rule_12_how_many_gpus_there_are_together_is_told(story: Story) -> None:
     story.reads(gpu(0), gpu(1))
     story.asks("a")
-    two = Wishes(count=2)
-    assert explain_wishes(story.pool, two, story.now).summary == "2 GPUs: next in line; 1 of 2 free; of 2 GPUs: 1 held"
+    two = Requirements(count=2)
+    assert (
+        explain_requirements(story.pool, two, story.now).summary
+        == "2 GPUs: next in line; 1 of 2 free; of 2 GPUs: 1 held"
+    )
     story.reads(gpu(2), endpoint_id="other")
     summary = "2 GPUs: next in line; 1 of 2 free on one endpoint; of 3 GPUs: 1 held"
-    assert explain_wishes(story.pool, two, story.now).summary == summary
+    assert explain_requirements(story.pool, two, story.now).summary == summary
 
 
 def test_rule_12_wishes_can_be_explained_before_they_are_asked(story: Story) -> None:
-    assert explain_wishes(story.pool, PLAIN, story.now).summary == "one GPU: no GPU is known yet"
+    assert explain_requirements(story.pool, ANY_GPU, story.now).summary == "one GPU: no GPU is known yet"
     story.reads(gpu(0))
-    assert explain_wishes(story.pool, PLAIN, story.now).summary == "one GPU: could be granted now"
-    assert "can never be granted" in explain_wishes(story.pool, Wishes(count=2), story.now).summary
+    assert explain_requirements(story.pool, ANY_GPU, story.now).summary == "one GPU: could be granted now"
+    assert "can never be granted" in explain_requirements(story.pool, Requirements(count=2), story.now).summary
 
 
 # ---- What holds for all of them
@@ -1148,7 +1153,7 @@ def test_a_reading_from_the_future_is_from_now(story: Story) -> None:
 
 def test_a_reading_of_no_known_time_is_ignored(story: Story) -> None:
     story.happens(snapshot([gpu(0)], at=float("nan")))
-    assert story.asks("a", Wishes(memory_mb=10)) == ()
+    assert story.asks("a", Requirements(memory_mb=10)) == ()
 
 
 def test_a_gpu_listed_twice_counts_once(story: Story) -> None:
@@ -1159,13 +1164,13 @@ def test_a_gpu_listed_twice_counts_once(story: Story) -> None:
 
 def test_requests_are_values(story: Story) -> None:
     assert replace(Request("a"), label="x") != Request("a")
-    assert Wishes(only=[0, "1"]) == Wishes(only=("0", "1"))  # type: ignore[arg-type]
-    assert Wishes(exclude=None) == PLAIN  # type: ignore[arg-type]
-    assert hash(Wishes(only=[0, "1"])) == hash(Wishes(only=("0", "1")))  # type: ignore[arg-type]
+    assert Requirements(only=[0, "1"]) == Requirements(only=("0", "1"))  # type: ignore[arg-type]
+    assert Requirements(exclude=None) == ANY_GPU  # type: ignore[arg-type]
+    assert hash(Requirements(only=[0, "1"])) == hash(Requirements(only=("0", "1")))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("wishes", "message"),
+    ("requirements", "message"),
     [
         ({"count": 0}, "count must be"),
         ({"count": True}, "count must be"),
@@ -1190,9 +1195,9 @@ def test_requests_are_values(story: Story) -> None:
         ({"utilization_threshold": "90"}, "utilization_threshold must be"),
     ],
 )
-def test_wishes_that_make_no_sense_are_refused(wishes: dict[str, Any], message: str) -> None:
+def test_wishes_that_make_no_sense_are_refused(requirements: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Wishes(**wishes)
+        Requirements(**requirements)
 
 
 def test_a_state_that_another_version_saved_is_refused(story: Story) -> None:
@@ -1216,10 +1221,10 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], messa
 
 
 def test_wishes_keep_no_hash_of_another_process() -> None:
-    wishes = Wishes(gpu_model="A100", only=("0",))
-    make, arguments = wishes.__reduce__()
-    assert make(*arguments) == wishes
-    assert wishes._hash not in arguments
+    requirements = Requirements(gpu_model="A100", only=("0",))
+    make, arguments = requirements.__reduce__()
+    assert make(*arguments) == requirements
+    assert requirements._hash not in arguments
 
 
 @pytest.mark.parametrize("total", [10**400, float("inf"), -1.0])

@@ -16,15 +16,15 @@ from gpu_worker_pool.core import (
     Outcome,
     Quarantine,
     Request,
+    Requirements,
     Waiter,
-    Wishes,
     WorkerAssignmentTracker,
     WorkerQueue,
 )
 from gpu_worker_pool.core.gpus import EndpointState, GPUResourceState
 from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, IllegalMoveError, diagram
 from gpu_worker_pool.core.ranked import RankedSet
-from gpu_worker_pool.core.saved import MOMENTS
+from gpu_worker_pool.core.saved import MOMENTS, STORED_NAMES
 from gpu_worker_pool.core.timers import Timers
 
 names = st.sampled_from("abcdef")
@@ -92,8 +92,8 @@ def test_timers_do_not_grow_by_being_set_and_cleared() -> None:
     assert len(timers._heap) < 100
 
 
-def waiter(name: str, ticket: int, wishes: Wishes | None = None) -> Waiter:
-    return Waiter(Request(name, wishes or Wishes()), ticket, enqueued_at=0.0)
+def waiter(name: str, ticket: int, requirements: Requirements | None = None) -> Waiter:
+    return Waiter(Request(name, requirements or Requirements()), ticket, enqueued_at=0.0)
 
 
 @given(st.lists(st.tuples(st.integers(-1, 1), st.integers(1, 2), st.booleans()), max_size=12))
@@ -101,13 +101,13 @@ def test_the_queue_is_in_order_of_priority_then_arrival(arrivals: list[tuple[int
     queue = WorkerQueue()
     expected = []
     for ticket, (priority, count, leaves) in enumerate(arrivals):
-        one = waiter(str(ticket), ticket, Wishes(count=count, priority=priority))
+        one = waiter(str(ticket), ticket, Requirements(count=count, priority=priority))
         queue.enqueue(one)
         if leaves:
             queue.remove(one)
         else:
             expected.append(one)
-    expected.sort(key=lambda one: (-one.request.wishes.priority, one.ticket))
+    expected.sort(key=lambda one: (-one.request.requirements.priority, one.ticket))
     assert queue.in_order() == expected
     assert queue.size() == len(queue) == len(expected)
     heads = [head for _, head in queue.heads()]
@@ -120,12 +120,12 @@ def test_the_queue_is_in_order_of_priority_then_arrival(arrivals: list[tuple[int
 
 def test_clearing_the_queue_gives_back_who_waited() -> None:
     queue = WorkerQueue()
-    first, urgent = waiter("first", 1), waiter("urgent", 2, Wishes(priority=1))
+    first, urgent = waiter("first", 1), waiter("urgent", 2, Requirements(priority=1))
     queue.enqueue(first)
     queue.enqueue(urgent)
     assert queue.clear() == [urgent, first]
     assert queue.size() == 0
-    assert queue.lines() == []
+    assert queue.request_classes() == []
 
 
 def test_the_tracker_knows_who_holds_what() -> None:
@@ -176,5 +176,6 @@ def test_every_moment_moves_when_the_clock_begins_anew() -> None:
     records = (Lease, Waiter, Quarantine, Outcome)
     fields = {field.name for record in records for field in dataclasses.fields(record)}
     moments = {name for name in fields if name.endswith("_at") or name in ("at", "since", "until", "deadline")}
-    assert moments | {"asking_until"} <= MOMENTS
-    assert fields & MOMENTS == moments | {"asking_until"}
+    moments |= {"poll_deadline"}
+    assert {STORED_NAMES.get(name, name) for name in moments} <= MOMENTS
+    assert {name for name in fields if STORED_NAMES.get(name, name) in MOMENTS} == moments

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpu_worker_pool.gpu_server import connected
-from gpu_worker_pool.gpu_server.connected import Attention, CallerGoneError, is_gone, read_body
+from gpu_worker_pool.gpu_server.connected import CallerGoneError, DisconnectWatch, is_gone, read_body
 from gpu_worker_pool.gpu_server.security import Refusal
 
 
@@ -106,7 +106,7 @@ async def test_who_goes_ends_what_it_waited_for() -> None:
             ended = True
 
     asyncio.get_running_loop().call_later(0.05, connection.close)
-    with pytest.raises(CallerGoneError), Attention(connection.receive):
+    with pytest.raises(CallerGoneError), DisconnectWatch(connection.receive):
         await wait_for_ever()
     assert ended
     task = asyncio.current_task()
@@ -118,7 +118,7 @@ async def test_who_goes_ends_what_it_waited_for() -> None:
 
 async def test_who_stays_gets_what_it_waited_for() -> None:
     connection = Connection()
-    with Attention(connection.receive):
+    with DisconnectWatch(connection.receive):
         await asyncio.sleep(0.05)
     await asyncio.sleep(0.05)
     assert pending_tasks() == 1, "nobody watches any more"
@@ -126,7 +126,7 @@ async def test_who_stays_gets_what_it_waited_for() -> None:
 
 async def test_who_is_answered_soon_is_never_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connected, "WATCH_AFTER_SECONDS", 0.02)
-    with Attention(Connection().receive):
+    with DisconnectWatch(Connection().receive):
         await asyncio.sleep(0)
     await asyncio.sleep(0.05)
     assert pending_tasks() == 1
@@ -139,7 +139,7 @@ async def test_an_error_is_an_error() -> None:
         await asyncio.sleep(0.02)
         raise KeyError("x")
 
-    with pytest.raises(KeyError), Attention(connection.receive):
+    with pytest.raises(KeyError), DisconnectWatch(connection.receive):
         await fail()
 
 
@@ -149,7 +149,7 @@ async def test_somebody_who_wants_the_task_to_end_has_it_end() -> None:
         connection = Connection()
 
         async def serve(connection: Connection = connection) -> None:
-            with Attention(connection.receive):
+            with DisconnectWatch(connection.receive):
                 await asyncio.sleep(60)
 
         task = asyncio.create_task(serve())
@@ -172,6 +172,6 @@ async def test_gone_in_the_moment_of_the_answer() -> None:
         asyncio.get_running_loop().call_soon(answer.set_result, "yes")
 
     asyncio.get_running_loop().call_later(0.05, both)
-    with pytest.raises(CallerGoneError), Attention(connection.receive):
+    with pytest.raises(CallerGoneError), DisconnectWatch(connection.receive):
         await answer
     await asyncio.sleep(0)

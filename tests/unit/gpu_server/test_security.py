@@ -8,8 +8,8 @@ import pytest
 
 from gpu_worker_pool.gpu_server import ServerSettings
 from gpu_worker_pool.gpu_server.security import (
+    Authenticator,
     Caller,
-    Doorkeeper,
     Refusal,
     check_content_type,
     read_headers,
@@ -37,7 +37,7 @@ def scope_of(client: str | None = HERE, version: str = "1.1", **headers: str | l
 
 def ask(settings: ServerSettings = BOTH, **request: Any) -> Caller | Refusal:
     scope = scope_of(**request)
-    return Doorkeeper(settings, hostnames=["gpu1.lab.example", "gpu1"]).identify(scope, read_headers(scope))
+    return Authenticator(settings, hostnames=["gpu1.lab.example", "gpu1"]).identify(scope, read_headers(scope))
 
 
 def refusal(settings: ServerSettings = BOTH, **request: Any) -> tuple[int, str]:
@@ -180,7 +180,7 @@ def test_two_keys_are_none() -> None:
 
 
 def test_keys_are_not_shown() -> None:
-    for text in (repr(BOTH), str(BOTH), repr(Doorkeeper(BOTH))):
+    for text in (repr(BOTH), str(BOTH), repr(Authenticator(BOTH))):
         assert KEY not in text
         assert ADMIN_KEY not in text
 
@@ -243,7 +243,7 @@ def test_a_page_that_was_given_our_address_has_another_name(host: str) -> None:
 def test_without_a_host_nobody_is_meant() -> None:
     scope = scope_of()
     scope["headers"] = []
-    answer = Doorkeeper(BOTH).identify(scope, read_headers(scope))
+    answer = Authenticator(BOTH).identify(scope, read_headers(scope))
     assert isinstance(answer, Refusal)
     assert answer.status == 421
 
@@ -325,8 +325,8 @@ def test_json_is_json_and_nothing_is_nothing() -> None:
 def test_leases_are_offered_to_those_who_can_have_them(
     settings: ServerSettings, here: bool, elsewhere: bool, open_to: list[str]
 ) -> None:
-    door = Doorkeeper(settings)
-    assert door.offers_leases(scope_of(HERE)) == here
-    assert door.offers_leases(scope_of(ELSEWHERE)) == elsewhere
-    assert door.offers_leases(scope_of(HERE, x_forwarded_for="127.0.0.1")) == elsewhere
-    assert door.open_to == open_to
+    authenticator = Authenticator(settings)
+    assert authenticator.offers_leases(scope_of(HERE)) == here
+    assert authenticator.offers_leases(scope_of(ELSEWHERE)) == elsewhere
+    assert authenticator.offers_leases(scope_of(HERE, x_forwarded_for="127.0.0.1")) == elsewhere
+    assert authenticator.open_to == open_to

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gpu_worker_pool.cli.showing.cells import gpu_state
+from gpu_worker_pool.cli.views.cells import gpu_state
 from gpu_worker_pool.core.readings import ProcessReading
 from gpu_worker_pool.gpu_server.view import HostView
 from gpu_worker_pool.hardware.sampler import Seen
-from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, MIGSample, Sample
+from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUReading, HostSample, MIGReading
 
 
 class Host:
@@ -30,10 +30,10 @@ class Host:
         )
         self.number = 0
 
-    def sample(self, answer: DriverAnswer | DriverFailure | None = None) -> Sample:
+    def sample(self, answer: DriverAnswer | DriverFailure | None = None) -> HostSample:
         self.number += 1
-        answer = answer or DriverAnswer((GPUSample(0, "A"), GPUSample(1, "B")), "1.0", "test")
-        sample = Sample(self.number, 0, self.now, 0.1, "2026-01-01T00:00:00", answer)
+        answer = answer or DriverAnswer((GPUReading(0, "A"), GPUReading(1, "B")), "1.0", "test")
+        sample = HostSample(self.number, 0, self.now, 0.1, "2026-01-01T00:00:00", answer)
         self.seen = Seen(sample if isinstance(answer, DriverAnswer) else self.seen.good, sample)
         self.view.take(sample)
         return sample
@@ -144,7 +144,7 @@ def test_history_is_bounded_and_holds_what_told_something() -> None:
     for turn in range(8):
         host.now += 1
         if turn % 3:
-            numbers.append(host.sample(DriverAnswer((GPUSample(0, "A", utilization_percent=turn),))).number)
+            numbers.append(host.sample(DriverAnswer((GPUReading(0, "A", utilization_percent=turn),))).number)
         else:
             host.sample(DriverFailure("no", "no"))
     assert [json.loads(rows["gpu-0"])["utilization_percent"] for rows in host.view.history] == [4, 5, 7]
@@ -167,8 +167,8 @@ def test_promises_are_shown_on_the_gpu_and_on_the_one_that_a_mig_device_is_part_
     host = Host()
     promises: dict[str, list[dict[str, object]]] = {}
     host.view = HostView(lambda: host.seen, clock=lambda: host.now, see_promises=lambda: promises)
-    migs = (MIGSample("MIG-1", "1g"), MIGSample("MIG-2", "1g"))
-    gpus = (GPUSample(0, "A", uuid="GPU-0"), GPUSample(1, "B", uuid="GPU-1", mig_devices=migs), GPUSample(2, "C"))
+    migs = (MIGReading("MIG-1", "1g"), MIGReading("MIG-2", "1g"))
+    gpus = (GPUReading(0, "A", uuid="GPU-0"), GPUReading(1, "B", uuid="GPU-1", mig_devices=migs), GPUReading(2, "C"))
     host.sample(DriverAnswer(gpus, "1.0", "test"))
 
     def shown() -> tuple[list[bool], list[list[str]]]:
@@ -216,7 +216,7 @@ def test_free_is_what_a_plain_request_would_get(
     host = Host()
     host.view = HostView(lambda: host.seen, clock=lambda: host.now, see_promises=lambda: {"GPU-0": leases})
     idle = {"memory_total_mb": 100.0, "memory_used_mb": 0.0, "utilization_percent": 0.0}
-    host.sample(DriverAnswer((GPUSample(0, "A", uuid="GPU-0", **{**idle, **shown}),), "1.0", "test"))
+    host.sample(DriverAnswer((GPUReading(0, "A", uuid="GPU-0", **{**idle, **shown}),), "1.0", "test"))
     (row,) = json.loads(host.view.answer("stats").body)["gpus"]
     assert row["obstacles"] == obstacles
     assert gpu_state(row, [{"share": False} for _ in leases]) == state
@@ -227,13 +227,15 @@ def test_of_a_split_card_the_best_device_counts() -> None:
     promises = {"MIG-1": [held("L1")]}
     host.view = HostView(lambda: host.seen, clock=lambda: host.now, see_promises=lambda: promises)
 
-    def obstacles(*devices: MIGSample) -> list[str]:
-        host.sample(DriverAnswer((GPUSample(0, "A", uuid="GPU-0", mig_enabled=True, mig_devices=devices),), "", "test"))
+    def obstacles(*devices: MIGReading) -> list[str]:
+        host.sample(
+            DriverAnswer((GPUReading(0, "A", uuid="GPU-0", mig_enabled=True, mig_devices=devices),), "", "test")
+        )
         (row,) = json.loads(host.view.answer("stats").body)["gpus"]
         return list(row["obstacles"])
 
     taken, idle = (
-        MIGSample(name, "1g", memory_total_mb=100.0, memory_used_mb=0.0, processes=()) for name in ("MIG-1", "MIG-2")
+        MIGReading(name, "1g", memory_total_mb=100.0, memory_used_mb=0.0, processes=()) for name in ("MIG-1", "MIG-2")
     )
     assert obstacles(taken, idle) == []
     assert obstacles(taken) == ["held: w"]

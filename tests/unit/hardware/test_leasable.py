@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from gpu_worker_pool.core.readings import ProcessReading
-from gpu_worker_pool.core.wishes import PLAIN, Wishes
+from gpu_worker_pool.core.requirements import ANY_GPU, Requirements
 from gpu_worker_pool.errors import ImpossibleRequestError
 from gpu_worker_pool.hardware.leasable import NO_UUID, readings_of, vanished_devices, within_visible
-from gpu_worker_pool.hardware.samples import GPUSample, MIGSample
+from gpu_worker_pool.hardware.samples import GPUReading, MIGReading
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
 
 OUTSIDER = ProcessReading(7, 1.0, "notebook")
-WHOLE = GPUSample(
+WHOLE = GPUReading(
     2,
     "NVIDIA H100",
     uuid="GPU-whole",
@@ -23,8 +23,8 @@ WHOLE = GPUSample(
     utilization_percent=30.0,
     processes=(OUTSIDER,),
 )
-DEVICE = MIGSample("MIG-a", "3g.40gb", memory_total_mb=40_000.0, memory_used_mb=100.0, processes=())
-SPLIT = GPUSample(
+DEVICE = MIGReading("MIG-a", "3g.40gb", memory_total_mb=40_000.0, memory_used_mb=100.0, processes=())
+SPLIT = GPUReading(
     3,
     "NVIDIA A100",
     uuid="GPU-split",
@@ -99,13 +99,13 @@ HOST = (WHOLE, SPLIT, NAMELESS)
 def test_what_is_visible_is_asked_for_by_the_names_that_it_is_leased_by(
     value: str | None, only: tuple[str, ...] | None, left: tuple[str, ...] | None
 ) -> None:
-    wishes = within_visible(Wishes(only=only, exclude=("4",)), HOST, VisibilityFilter(value))
-    assert (wishes.only, wishes.exclude) == (left, ("4",))
+    requirements = within_visible(Requirements(only=only, exclude=("4",)), HOST, VisibilityFilter(value))
+    assert (requirements.only, requirements.exclude) == (left, ("4",))
 
 
 def test_a_split_gpu_is_never_named_as_a_whole_also_if_it_does_not_say_that_it_is_split() -> None:
     host = (WHOLE, replace(SPLIT, mig_enabled=None))
-    assert within_visible(PLAIN, host, VisibilityFilter("3")).only == ("MIG-a", "MIG-b")
+    assert within_visible(ANY_GPU, host, VisibilityFilter("3")).only == ("MIG-a", "MIG-b")
 
 
 @pytest.mark.parametrize(
@@ -117,5 +117,5 @@ def test_a_split_gpu_is_never_named_as_a_whole_also_if_it_does_not_say_that_it_i
 )
 def test_where_nothing_is_left_it_can_never_be_granted(value: str, only: tuple[str, ...] | None, reason: str) -> None:
     with pytest.raises(ImpossibleRequestError) as caught:
-        within_visible(Wishes(only=only), HOST, VisibilityFilter(value))
+        within_visible(Requirements(only=only), HOST, VisibilityFilter(value))
     assert caught.value.reasons == (reason,)

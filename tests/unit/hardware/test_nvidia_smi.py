@@ -19,7 +19,7 @@ from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.readers import Reader, tool
 from gpu_worker_pool.hardware.readers.nvidia_smi import NvidiaSMIReader, nvidia_smi_available
 from gpu_worker_pool.hardware.readers.nvidia_smi_text import GPU_FIELDS, UNKNOWN_NAME
-from gpu_worker_pool.hardware.samples import DriverAnswer, GPUSample, MIGSample
+from gpu_worker_pool.hardware.samples import DriverAnswer, GPUReading, MIGReading
 
 UUID_0, UUID_1 = healthy_gpu(0)["uuid"], healthy_gpu(1)["uuid"]
 LOST_1 = (
@@ -72,7 +72,7 @@ def exists(pid: int) -> bool:
 def test_a_sample_is_two_calls(fake: FakeNvidiaSMI, reader: NvidiaSMIReader) -> None:
     assert reader.read() == DriverAnswer(
         (
-            GPUSample(
+            GPUReading(
                 index=0,
                 name="NVIDIA Test 24GB",
                 uuid=UUID_0,
@@ -189,7 +189,7 @@ def test_a_new_driver_is_asked_for_everything_again(fake: FakeNvidiaSMI, reader:
 
 def test_all_optional_fields_unknown(fake: FakeNvidiaSMI, reader: NvidiaSMIReader) -> None:
     fake.set_unknown_fields(*(set(GPU_FIELDS) - {"index", "name", "memory.total", "memory.used"}))
-    expected = GPUSample(0, "NVIDIA Test 24GB", memory_total_mb=24576, memory_used_mb=512)
+    expected = GPUReading(0, "NVIDIA Test 24GB", memory_total_mb=24576, memory_used_mb=512)
     assert reader.read() == DriverAnswer((expected,), backend="nvidia-smi")
 
 
@@ -212,7 +212,7 @@ def test_a_lost_gpu_stays_a_row(fake: FakeNvidiaSMI, reader: NvidiaSMIReader) ->
     reader.read()
     fake.set_gpus(healthy_gpu(0), healthy_gpu(2))
     fake.answer(stderr=f"{LOST_1}\n", exit_status=15, to="gpus")
-    lost = GPUSample(1, "NVIDIA Test 24GB", UUID_1, "00000000:02:00.0", fault=LOST_1_QUOTED)
+    lost = GPUReading(1, "NVIDIA Test 24GB", UUID_1, "00000000:02:00.0", fault=LOST_1_QUOTED)
     for _ in range(2):
         gpus = reader.read().gpus
         assert gpus[1] == lost
@@ -237,7 +237,7 @@ def test_a_lost_gpu_never_seen_before_takes_the_missing_index(
         (1, UNKNOWN_NAME, LOST_1_QUOTED),
         (2, "NVIDIA Test 24GB", None),
     ]
-    assert gpus[1] == GPUSample(1, UNKNOWN_NAME, pci_bus_id="00000000:02:00.0", fault=LOST_1_QUOTED)
+    assert gpus[1] == GPUReading(1, UNKNOWN_NAME, pci_bus_id="00000000:02:00.0", fault=LOST_1_QUOTED)
 
 
 def test_several_lost_gpus_take_the_missing_indices_by_bus_id(fake: FakeNvidiaSMI, reader: NvidiaSMIReader) -> None:
@@ -267,7 +267,7 @@ def test_the_only_gpu_is_lost(fake: FakeNvidiaSMI, reader: NvidiaSMIReader) -> N
 def test_a_complaint_that_tells_the_index_is_enough(fake: FakeNvidiaSMI, reader: NvidiaSMIReader) -> None:
     said = "Unable to determine the device handle for GPU3: 0000:5F:00.0: Unknown Error"
     fake.answer(f"{said}\n", exit_status=15)
-    assert reader.read().gpus == (GPUSample(3, UNKNOWN_NAME, pci_bus_id="00000000:5F:00.0", fault=said),)
+    assert reader.read().gpus == (GPUReading(3, UNKNOWN_NAME, pci_bus_id="00000000:5F:00.0", fault=said),)
 
 
 def test_gpus_after_the_one_that_failed_are_not_gone(fake: FakeNvidiaSMI, reader: NvidiaSMIReader) -> None:
@@ -309,7 +309,7 @@ def test_a_lost_row_keeps_who_it_is(fake: FakeNvidiaSMI, reader: NvidiaSMIReader
     reader.read()
     lost = dict.fromkeys(GPU_FIELDS, "[GPU is lost]") | {"index": "1"}
     fake.set_gpus(healthy_gpu(0), lost)
-    assert reader.read().gpus[1] == GPUSample(
+    assert reader.read().gpus[1] == GPUReading(
         1, "NVIDIA Test 24GB", UUID_1, "00000000:02:00.0", fault="GPU is lost", processes=None
     )
 
@@ -375,8 +375,8 @@ def test_mig_devices(fake: FakeNvidiaSMI, reader: NvidiaSMIReader) -> None:
     assert whole.mig_devices == ()
     assert (split.mig_enabled, split.reports_utilization, split.fault) == (True, False, None)
     assert split.mig_devices == (
-        MIGSample("MIG-a", "2g.12gb", 3, 0, memory_total_mb=12288, memory_used_mb=13, processes=()),
-        MIGSample("MIG-b", "1g.6gb", processes=()),
+        MIGReading("MIG-a", "2g.12gb", 3, 0, memory_total_mb=12288, memory_used_mb=13, processes=()),
+        MIGReading("MIG-b", "1g.6gb", processes=()),
     )
     fake.set_processes((UUID_0, 4194305, "a", 1))
     split, whole = reader.read().gpus

@@ -28,7 +28,7 @@ from gpu_worker_pool.hardware.readers.nvidia_smi_text import (
     says_no_devices,
     unknown_field,
 )
-from gpu_worker_pool.hardware.samples import GPUSample, MIGSample
+from gpu_worker_pool.hardware.samples import GPUReading, MIGReading
 
 UUID = "GPU-00000000-1111-2222-3333-444444444444"
 LOST = "Unable to determine the device handle for GPU0000:0A:00.0: GPU is lost.  Reboot the system to recover this GPU"
@@ -39,7 +39,7 @@ def line(index: int = 0, **cells: str) -> str:
     return ", ".join(gpu[field] for field in GPU_FIELDS) + "\n"
 
 
-def only(text: str) -> GPUSample:
+def only(text: str) -> GPUReading:
     parsed = parse_gpus(text, GPU_FIELDS)
     assert parsed.complaints == ()
     (gpu,) = parsed.rows
@@ -51,7 +51,7 @@ def only(text: str) -> GPUSample:
 
 def test_a_healthy_row() -> None:
     parsed = parse_gpus(line(ecc_errors_uncorrected_volatile_total="0"), GPU_FIELDS)
-    expected = GPUSample(
+    expected = GPUReading(
         index=0,
         name="NVIDIA Test 24GB",
         uuid=UUID,
@@ -103,7 +103,7 @@ def test_what_is_no_number_is_unknown_and_no_fault(cell: str) -> None:
             ecc_errors_uncorrected_volatile_total=cell,
         )
     )
-    assert gpu == GPUSample(0, "NVIDIA Test 24GB", UUID, "00000000:01:00.0")
+    assert gpu == GPUReading(0, "NVIDIA Test 24GB", UUID, "00000000:01:00.0")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_cell_that_tells_of_loss_is_the_fault(cell: str, field: str) -> None:
 
 def test_a_lost_gpu_does_not_even_tell_its_name() -> None:
     cells = {field.replace(".", "_"): "[GPU is lost]" for field in GPU_FIELDS if field != "index"}
-    assert only(line(3, **cells)) == GPUSample(3, UNKNOWN_NAME, fault="GPU is lost", recovery_action=None)
+    assert only(line(3, **cells)) == GPUReading(3, UNKNOWN_NAME, fault="GPU is lost", recovery_action=None)
 
 
 @pytest.mark.parametrize("cell", ["ERR!", "[Unknown Error]", "[ERR!]"])
@@ -187,7 +187,7 @@ def test_any_row_tells_the_version_of_the_driver() -> None:
 
 def test_fewer_fields() -> None:
     (gpu,) = parse_gpus("1, Old GPU, 2048, 10\n", ("index", "name", "memory.total", "memory.used")).rows
-    assert gpu == GPUSample(1, "Old GPU", memory_total_mb=2048, memory_used_mb=10)
+    assert gpu == GPUReading(1, "Old GPU", memory_total_mb=2048, memory_used_mb=10)
 
 
 def test_windows_line_ends_headers_and_warnings() -> None:
@@ -353,11 +353,11 @@ def test_mig_devices_are_listed() -> None:
     assert parse_mig_list(MIG_LIST) == {
         0: {},
         1: {
-            0: MIGSample("MIG-aaaa", "4g.40gb"),
-            1: MIGSample("MIG-bbbb", "1c.2g.20gb"),
-            10: MIGSample("MIG-cccc", "1g.10gb+me"),
+            0: MIGReading("MIG-aaaa", "4g.40gb"),
+            1: MIGReading("MIG-bbbb", "1c.2g.20gb"),
+            10: MIGReading("MIG-cccc", "1g.10gb+me"),
         },
-        2: {0: MIGSample("MIG-GPU-c/7/0", "1g.5gb", 7, 0)},
+        2: {0: MIGReading("MIG-GPU-c/7/0", "1g.5gb", 7, 0)},
     }
 
 
@@ -473,7 +473,7 @@ def numbers_of(sample: object) -> list[float]:
         return [number for part in sample for number in numbers_of(part)]
     if isinstance(sample, int | float) and not isinstance(sample, bool):
         return [sample]
-    if isinstance(sample, GPUSample | MIGSample):
+    if isinstance(sample, GPUReading | MIGReading):
         return [number for field in dataclass_fields(sample) for number in numbers_of(getattr(sample, field.name))]
     return []
 

@@ -32,7 +32,7 @@ from tests.fakes.nvml import (
 from gpu_worker_pool.core.readings import ProcessReading
 from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.processes import describe_process
-from gpu_worker_pool.hardware.samples import DriverAnswer, GPUSample, MIGSample
+from gpu_worker_pool.hardware.samples import DriverAnswer, GPUReading, MIGReading
 
 #: Evaluates one line at a time and answers with the result, or with what was raised.
 CHILD = """
@@ -87,7 +87,7 @@ class ReaderProcess:
         assert isinstance(answer, DriverAnswer)
         return answer
 
-    def gpus(self) -> tuple[GPUSample, ...]:
+    def gpus(self) -> tuple[GPUReading, ...]:
         return self.read().gpus
 
     def failure(self) -> DriverError:
@@ -113,7 +113,7 @@ def reader(fake: FakeNVML) -> Iterator[ReaderProcess]:
     process.end()
 
 
-def healthy(index: int, **changes: Any) -> GPUSample:
+def healthy(index: int, **changes: Any) -> GPUReading:
     values: dict[str, Any] = {
         "name": "NVIDIA H100 80GB HBM3",
         "uuid": f"GPU-00000000-0000-0000-0000-{index:012d}",
@@ -128,13 +128,13 @@ def healthy(index: int, **changes: Any) -> GPUSample:
         "ecc_uncorrected_errors": 0,
         "processes": (),
     }
-    return GPUSample(index, **{**values, **changes})
+    return GPUReading(index, **{**values, **changes})
 
 
-def silent(index: int, fault: str, **changes: Any) -> GPUSample:
+def silent(index: int, fault: str, **changes: Any) -> GPUReading:
     sample = healthy(index)
     names = {"name": sample.name, "uuid": sample.uuid, "pci_bus_id": sample.pci_bus_id}
-    return GPUSample(index, fault=fault, **{**names, **changes})
+    return GPUReading(index, fault=fault, **{**names, **changes})
 
 
 LOST = "the GPU is lost, as when it fell off the bus: see `dmesg`, then reboot the host"
@@ -228,7 +228,7 @@ def test_unsupported_is_unknown_and_never_zero(fake: FakeNVML, reader: ReaderPro
     gpu.errors = {"processes": NOT_SUPPORTED}
     fake.write()
     # That it reports no utilization at all may be said of MIG only.
-    assert reader.gpus() == (GPUSample(0, "unknown GPU", "GPU-00000000-0000-0000-0000-000000000000"),)
+    assert reader.gpus() == (GPUReading(0, "unknown GPU", "GPU-00000000-0000-0000-0000-000000000000"),)
 
 
 @pytest.mark.parametrize(
@@ -315,14 +315,14 @@ def test_a_failed_gpu_stays_a_row(fake: FakeNVML, reader: ReaderProcess, error: 
 def test_a_gpu_lost_from_the_start_has_no_name(fake: FakeNVML, reader: ReaderProcess) -> None:
     fake.gpus[1].errors = {"handle": GPU_IS_LOST}
     fake.write()
-    assert reader.gpus() == (healthy(0), GPUSample(1, "unknown GPU", fault=LOST))
+    assert reader.gpus() == (healthy(0), GPUReading(1, "unknown GPU", fault=LOST))
 
 
 def test_a_gpu_that_may_not_be_used_is_a_row(fake: FakeNVML, reader: ReaderProcess) -> None:
     fake.gpus[1].errors = {"handle": NO_PERMISSION}
     fake.write()
     fault = "this user may not use the GPU: allow it to read and write /dev/nvidia1"
-    assert reader.gpus() == (healthy(0), GPUSample(1, "unknown GPU", fault=fault))
+    assert reader.gpus() == (healthy(0), GPUReading(1, "unknown GPU", fault=fault))
 
 
 def test_a_silent_gpu_does_not_take_the_name_of_one_that_answers(fake: FakeNVML, reader: ReaderProcess) -> None:
@@ -332,7 +332,7 @@ def test_a_silent_gpu_does_not_take_the_name_of_one_that_answers(fake: FakeNVML,
     fake.write()
     answering, silent_one = reader.gpus()
     assert answering.uuid == healthy(1).uuid
-    assert silent_one == GPUSample(1, "unknown GPU", fault=LOST)
+    assert silent_one == GPUReading(1, "unknown GPU", fault=LOST)
 
 
 def test_an_index_that_was_gone_is_not_named_after_its_former_gpu(fake: FakeNVML, reader: ReaderProcess) -> None:
@@ -344,7 +344,7 @@ def test_an_index_that_was_gone_is_not_named_after_its_former_gpu(fake: FakeNVML
     both[1].errors = {"handle": GPU_IS_LOST}
     fake.gpus = both
     fake.write()
-    assert reader.gpus()[1] == GPUSample(1, "unknown GPU", fault=LOST)
+    assert reader.gpus()[1] == GPUReading(1, "unknown GPU", fault=LOST)
 
 
 @pytest.mark.parametrize("error", [UNKNOWN, NOT_SUPPORTED])
@@ -362,7 +362,7 @@ def test_a_gpu_whose_uuid_fails_from_the_start_is_not_used(fake: FakeNVML, reade
     fake.gpus[0].errors = {"uuid": UNKNOWN}
     fake.write()
     assert reader.gpus() == (
-        GPUSample(0, "unknown GPU", fault="the GPU cannot be asked (Unknown Error): see `dmesg`"),
+        GPUReading(0, "unknown GPU", fault="the GPU cannot be asked (Unknown Error): see `dmesg`"),
         healthy(1),
     )
 
@@ -452,8 +452,8 @@ def test_mig_is_seen_when_switched_on_and_off(fake: FakeNVML, reader: ReaderProc
     fake.write()
     own = (describe_process(os.getpid(), memory_used_mb=300),)
     devices = (
-        MIGSample("MIG-1", "3g.40gb", 1, 0, 40448, 300, 40148, own),
-        MIGSample("MIG-2", "1c.2g.20gb+me", 5, 2, 20096, 0, 20096, None),
+        MIGReading("MIG-1", "3g.40gb", 1, 0, 40448, 300, 40148, own),
+        MIGReading("MIG-2", "1c.2g.20gb+me", 5, 2, 20096, 0, 20096, None),
     )
     assert reader.gpus() == (healthy(0, **whole, mig_devices=devices), healthy(1))
 

@@ -20,9 +20,9 @@ from tests.waiting import eventually
 from gpu_worker_pool.core.readings import ProcessReading
 from gpu_worker_pool.hardware import sample_log
 from gpu_worker_pool.hardware.sample_log import SampleLog
-from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, MIGSample, Sample
+from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUReading, HostSample, MIGReading
 
-EVERYTHING = GPUSample(
+EVERYTHING = GPUReading(
     index=3,
     name='NVIDIA "quoted" GPU\n',
     uuid="GPU-1",
@@ -39,14 +39,14 @@ EVERYTHING = GPUSample(
     recovery_action="Reset",
     fault="recovery action: Reset",
     processes=(ProcessReading(12, 3.5, "python", "somebody", 12.0), ProcessReading(13)),
-    mig_devices=(MIGSample("MIG-1", "1g.10gb", 1, 0, 9_984, 9, 9_975, ()), MIGSample("MIG-2", "1g.10gb")),
+    mig_devices=(MIGReading("MIG-1", "1g.10gb", 1, 0, 9_984, 9, 9_975, ()), MIGReading("MIG-2", "1g.10gb")),
     mig_enabled=True,
 )
 
 
-def sample(number: int, answer: DriverAnswer | DriverFailure | None = None) -> Sample:
-    answer = answer or DriverAnswer((GPUSample(0, f"GPU of sample {number}"),), "590.1", "nvml")
-    return Sample(number, 0, 100.0 + number, 0.01, "2026-01-01T00:00:00", answer)
+def sample(number: int, answer: DriverAnswer | DriverFailure | None = None) -> HostSample:
+    answer = answer or DriverAnswer((GPUReading(0, f"GPU of sample {number}"),), "590.1", "nvml")
+    return HostSample(number, 0, 100.0 + number, 0.01, "2026-01-01T00:00:00", answer)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def logs(tmp_path: Path) -> Iterator[list[SampleLog]]:
         log.close()
 
 
-def append(log: SampleLog, number: int) -> Sample:
+def append(log: SampleLog, number: int) -> HostSample:
     """As a sampler does: with the lock, and after it has read what others wrote."""
     assert log.try_lock()
     log.follow()

@@ -16,7 +16,7 @@ from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.sample_log import SampleLog
 from gpu_worker_pool.hardware.sampler import Sampler
-from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUSample, Sample
+from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUReading, HostSample
 
 INTERVAL = 0.05
 
@@ -42,7 +42,7 @@ class Driver:
             self.answers.wait()
             if self.error is not None:
                 raise self.error
-            return DriverAnswer((GPUSample(0, f"read {self.reads}"),), "1", "test")
+            return DriverAnswer((GPUReading(0, f"read {self.reads}"),), "1", "test")
         finally:
             self.at_once -= 1
 
@@ -68,7 +68,7 @@ def start(driver: Driver, tmp_path: Path) -> Iterator[Callable[..., Sampler]]:
     def start(
         *, shared: bool = True, interval: float = INTERVAL, keep: int = 50, reader: Driver | None = None
     ) -> Sampler:
-        taken: list[Sample] = []
+        taken: list[HostSample] = []
         sampler = Sampler(
             reader or driver,
             interval_seconds=interval,
@@ -191,7 +191,7 @@ def test_a_fresh_sample_is_taken_at_once(start: Callable[..., Sampler], driver: 
 def test_without_a_place_to_share_it_reads_alone_and_says_so_once(
     driver: Driver, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    taken: list[Sample] = []
+    taken: list[HostSample] = []
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     sampler = Sampler(
@@ -209,7 +209,7 @@ def test_without_a_place_to_share_it_reads_alone_and_says_so_once(
 def test_a_disk_that_fills_up_stops_nobody_from_reading(
     start: Callable[..., Sampler], driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(log: SampleLog, sample: Sample) -> None:
+    def full(log: SampleLog, sample: HostSample) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(SampleLog, "append", full)
@@ -262,7 +262,7 @@ def test_an_old_sample_in_the_log_is_not_the_present(start: Callable[..., Sample
 def test_a_sample_from_the_future_stops_nobody(start: Callable[..., Sampler], tmp_path: Path) -> None:
     (tmp_path / "state").mkdir(exist_ok=True)
     log = SampleLog(tmp_path / "state", "real", keep=5)
-    log.append(Sample(7, 0, boot_time() + 10_000, 0.0, "", DriverAnswer((), "1", "test")))
+    log.append(HostSample(7, 0, boot_time() + 10_000, 0.0, "", DriverAnswer((), "1", "test")))
     log.close()
     sampler = start()
     eventually(lambda: len(sampler.taken) > 3)
@@ -329,8 +329,8 @@ def test_a_sample_that_came_while_the_lock_was_waited_for_is_not_taken_again(dri
         def __init__(self) -> None:
             self.is_locked = False
 
-        def follow(self) -> list[Sample]:
-            fresh = Sample(9, 0, boot_time(), 0.0, "", DriverAnswer((), "1", "test"))
+        def follow(self) -> list[HostSample]:
+            fresh = HostSample(9, 0, boot_time(), 0.0, "", DriverAnswer((), "1", "test"))
             return [fresh] if self.is_locked else []
 
         def try_lock(self) -> bool:

@@ -6,15 +6,15 @@ import logging
 
 import pytest
 
-from gpu_worker_pool.hardware.samples import GPUSample, MIGSample
+from gpu_worker_pool.hardware.samples import GPUReading, MIGReading
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
 
-DEVICES = tuple(MIGSample(uuid=f"MIG-{number}aaa", name="1g.10gb") for number in (2, 1, 3))
+DEVICES = tuple(MIGReading(uuid=f"MIG-{number}aaa", name="1g.10gb") for number in (2, 1, 3))
 HOST = (
-    GPUSample(0, "A", uuid="GPU-aaaa1111"),
-    GPUSample(1, "B", uuid="GPU-aaaa2222"),
-    GPUSample(2, "C", uuid="GPU-bbbb3333", mig_devices=DEVICES, mig_enabled=True),
-    GPUSample(3, "D", uuid="GPU-cccc4444"),
+    GPUReading(0, "A", uuid="GPU-aaaa1111"),
+    GPUReading(1, "B", uuid="GPU-aaaa2222"),
+    GPUReading(2, "C", uuid="GPU-bbbb3333", mig_devices=DEVICES, mig_enabled=True),
+    GPUReading(3, "D", uuid="GPU-cccc4444"),
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.waiting import eventually
 
 from gpu_worker_pool import GPUAssignment
-from gpu_worker_pool.leases.callbacks import LossCallback
+from gpu_worker_pool.client.loss_callback import LossCallback
 
 
 def assignments(count: int) -> list[GPUAssignment]:

@@ -15,6 +15,7 @@ import pytest
 from tests.fakes.lease_service import FakeLeaseService, ask_for
 from tests.waiting import eventually
 
+from gpu_worker_pool.client.lease_thread import LeaseThread
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import (
     LeaseEndedError,
@@ -24,7 +25,6 @@ from gpu_worker_pool.errors import (
     StaleAssignmentError,
     UnknownLeaseError,
 )
-from gpu_worker_pool.leases.keeper import LeaseKeeper
 from gpu_worker_pool.leases.lifetime import End
 from gpu_worker_pool.leases.values import HeldLease
 
@@ -36,9 +36,9 @@ def lost() -> list[tuple[HeldLease, str]]:
 
 
 @pytest.fixture
-def keeper(lost: list[tuple[HeldLease, str]]) -> Iterator[LeaseKeeper]:
+def thread(lost: list[tuple[HeldLease, str]]) -> Iterator[LeaseThread]:
     before = threading.active_count()
-    started = LeaseKeeper(lambda lease: lost.append((lease, threading.current_thread().name)))
+    started = LeaseThread(lambda lease: lost.append((lease, threading.current_thread().name)))
     started.start()
     yield started
     started.want_stop().result(timeout=10)
@@ -46,23 +46,23 @@ def keeper(lost: list[tuple[HeldLease, str]]) -> Iterator[LeaseKeeper]:
     assert threading.active_count() == before
 
 
-def hold(keeper: LeaseKeeper, service: FakeLeaseService, ttl_seconds: float = 60.0) -> HeldLease:
+def hold(thread: LeaseThread, service: FakeLeaseService, ttl_seconds: float = 60.0) -> HeldLease:
     lease = service.lease(ask_for(ttl_seconds), boot_time())
-    keeper.call(keeper.hold, service, lease)
+    thread.call(thread.hold, service, lease)
     return lease
 
 
-def test_a_lease_is_renewed_every_third_of_its_life(keeper: LeaseKeeper, lost: list[object]) -> None:
+def test_a_lease_is_renewed_every_third_of_its_life(thread: LeaseThread, lost: list[object]) -> None:
     service = FakeLeaseService()
     begun = boot_time()
-    lease = hold(keeper, service, ttl_seconds=3.0)
+    lease = hold(thread, service, ttl_seconds=3.0)
     eventually(lambda: service.count("renew") >= 3)
     assert service.count("renew") <= boot_time() - begun
     assert not lease.life.is_lost
     assert lost == []
 
 
-def test_a_stop_does_not_wait_for_what_will_not_end(keeper: LeaseKeeper) -> None:
+def test_a_stop_does_not_wait_for_what_will_not_end(thread: LeaseThread) -> None:
     is_asked = threading.Event()
 
     async def withdraw() -> None:
@@ -73,14 +73,14 @@ def test_a_stop_does_not_wait_for_what_will_not_end(keeper: LeaseKeeper) -> None
         except asyncio.CancelledError:
             await asyncio.Event().wait()
 
-    keeper.call(keeper.work_on, withdraw())
+    thread.call(thread.work_on, withdraw())
     is_asked.wait(10)
-    keeper.want_stop().result(timeout=30)
+    thread.want_stop().result(timeout=30)
 
 
-def test_a_renewal_that_fails_is_tried_again_in_time(keeper: LeaseKeeper, lost: list[object]) -> None:
+def test_a_renewal_that_fails_is_tried_again_in_time(thread: LeaseThread, lost: list[object]) -> None:
     service = FakeLeaseService(failing={"renew": NetworkRetryableError("no way")})
-    lease = hold(keeper, service, ttl_seconds=2.0)
+    lease = hold(thread, service, ttl_seconds=2.0)
     eventually(lambda: service.count("renew") >= 3)
     assert not lease.life.is_lost
     service.failing.clear()
@@ -89,10 +89,10 @@ def test_a_renewal_that_fails_is_tried_again_in_time(keeper: LeaseKeeper, lost: 
     assert lost == []
 
 
-def test_it_is_lost_one_ttl_after_the_last_renewal(keeper: LeaseKeeper, lost: list[tuple[HeldLease, str]]) -> None:
+def test_it_is_lost_one_ttl_after_the_last_renewal(thread: LeaseThread, lost: list[tuple[HeldLease, str]]) -> None:
     service = FakeLeaseService(failing={"renew": NetworkRetryableError("no way")})
     begun = time.monotonic()
-    lease = hold(keeper, service, ttl_seconds=1.0)
+    lease = hold(thread, service, ttl_seconds=1.0)
     eventually(lambda: lost)
     assert 0.95 <= time.monotonic() - begun <= 1.8
     assert lost == [(lease, "gpu-pool leases")]
@@ -104,19 +104,19 @@ def test_it_is_lost_one_ttl_after_the_last_renewal(keeper: LeaseKeeper, lost: li
 
 @pytest.mark.parametrize("error", [LeaseEndedError("it has ended"), UnknownLeaseError("there is none")])
 def test_its_server_s_word_counts_at_once(
-    keeper: LeaseKeeper, lost: list[tuple[HeldLease, str]], error: Exception
+    thread: LeaseThread, lost: list[tuple[HeldLease, str]], error: Exception
 ) -> None:
     service = FakeLeaseService(failing={"renew": error})
-    lease = hold(keeper, service, ttl_seconds=1.2)
+    lease = hold(thread, service, ttl_seconds=1.2)
     eventually(lambda: lost, within_seconds=1.0)
     assert service.count("renew") == 1
     assert lease.life.reason == str(error)
 
 
-def test_a_refusal_that_is_not_the_ledger_s_is_no_loss(keeper: LeaseKeeper, lost: list[object]) -> None:
+def test_a_refusal_that_is_not_the_ledger_s_is_no_loss(thread: LeaseThread, lost: list[object]) -> None:
     """A proxy that answers 403, or a key that is being exchanged."""
     service = FakeLeaseService(failing={"renew": ServiceRefusedError("go away", status=403)})
-    lease = hold(keeper, service, ttl_seconds=3.0)
+    lease = hold(thread, service, ttl_seconds=3.0)
     eventually(lambda: service.count("renew") >= 3)
     service.failing.clear()
     time.sleep(0.5)
@@ -125,10 +125,10 @@ def test_a_refusal_that_is_not_the_ledger_s_is_no_loss(keeper: LeaseKeeper, lost
 
 
 def test_a_renewal_that_fails_as_nobody_expected_is_told_once_and_tried_again(
-    keeper: LeaseKeeper, lost: list[tuple[HeldLease, str]], caplog: pytest.LogCaptureFixture
+    thread: LeaseThread, lost: list[tuple[HeldLease, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     service = FakeLeaseService(failing={"renew": ZeroDivisionError("oops")})
-    kept, lease = hold(keeper, service, ttl_seconds=60.0), hold(keeper, service, ttl_seconds=1.0)
+    kept, lease = hold(thread, service, ttl_seconds=60.0), hold(thread, service, ttl_seconds=1.0)
     eventually(lambda: lost)
     assert lost == [(lease, "gpu-pool leases")]
     assert service.count("renew") >= 3
@@ -137,11 +137,11 @@ def test_a_renewal_that_fails_as_nobody_expected_is_told_once_and_tried_again(
     assert bug.getMessage() == f"renewing {lease.shown} failed"
 
 
-def test_one_that_answers_slowly_delays_no_other(keeper: LeaseKeeper) -> None:
+def test_one_that_answers_slowly_delays_no_other(thread: LeaseThread) -> None:
     slow, quick = FakeLeaseService(delay_seconds=30.0), FakeLeaseService()
     for _ in range(20):
-        hold(keeper, slow, ttl_seconds=1.0)
-    lease = hold(keeper, quick, ttl_seconds=0.6)
+        hold(thread, slow, ttl_seconds=1.0)
+    lease = hold(thread, quick, ttl_seconds=0.6)
     time.sleep(1.5)
     assert not lease.life.is_lost
 
@@ -150,28 +150,28 @@ def test_whoever_is_told_of_losses_and_fails_harms_nobody(caplog: pytest.LogCapt
     def fail(_: HeldLease) -> None:
         raise ZeroDivisionError
 
-    keeper = LeaseKeeper(fail)
-    keeper.start()
+    thread = LeaseThread(fail)
+    thread.start()
     service = FakeLeaseService(failing={"renew": LeaseEndedError("gone")})
-    leases = [hold(keeper, service, ttl_seconds=0.6) for _ in range(2)]
+    leases = [hold(thread, service, ttl_seconds=0.6) for _ in range(2)]
     eventually(lambda: all(lease.life.has_ended for lease in leases))
     eventually(lambda: caplog.text.count("nobody could be told") == 2)
-    keeper.want_stop().result(timeout=10)
-    keeper.join()
+    thread.want_stop().result(timeout=10)
+    thread.join()
 
 
 # --- giving back ---
 
 
-def release(keeper: LeaseKeeper, service: FakeLeaseService, lease: HeldLease) -> None:
-    keeper.do(partial(keeper.release, service, lease)).result(timeout=10)
+def release(thread: LeaseThread, service: FakeLeaseService, lease: HeldLease) -> None:
+    thread.do(partial(thread.release, service, lease)).result(timeout=10)
 
 
-def test_releasing_ends_the_renewals_and_twice_is_harmless(keeper: LeaseKeeper, lost: list[object]) -> None:
+def test_releasing_ends_the_renewals_and_twice_is_harmless(thread: LeaseThread, lost: list[object]) -> None:
     service = FakeLeaseService()
-    lease = hold(keeper, service, ttl_seconds=0.6)
-    release(keeper, service, lease)
-    release(keeper, service, lease)
+    lease = hold(thread, service, ttl_seconds=0.6)
+    release(thread, service, lease)
+    release(thread, service, lease)
     assert service.count("release") == 1
     renewed = service.count("renew")
     time.sleep(0.5)
@@ -180,33 +180,33 @@ def test_releasing_ends_the_renewals_and_twice_is_harmless(keeper: LeaseKeeper, 
     assert lost == []
 
 
-def test_releasing_what_was_lost_says_so(keeper: LeaseKeeper) -> None:
+def test_releasing_what_was_lost_says_so(thread: LeaseThread) -> None:
     service = FakeLeaseService()
-    lease = hold(keeper, service)
+    lease = hold(thread, service)
     lease.life.end(End.LOST, "an administrator took it")
     with pytest.raises(StaleAssignmentError, match="an administrator took it"):
-        release(keeper, service, lease)
+        release(thread, service, lease)
     assert service.count("release") == 0
-    other = hold(keeper, service)
+    other = hold(thread, service)
     service.failing["release"] = LeaseEndedError("it was lost before")
     with pytest.raises(StaleAssignmentError, match="it was lost before"):
-        release(keeper, service, other)
+        release(thread, service, other)
 
 
-def test_a_server_that_is_away_does_not_keep_a_holder(keeper: LeaseKeeper, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_is_away_does_not_keep_a_holder(thread: LeaseThread, caplog: pytest.LogCaptureFixture) -> None:
     service = FakeLeaseService(failing={"release": NetworkRetryableError("no way")})
-    lease = hold(keeper, service)
-    release(keeper, service, lease)
+    lease = hold(thread, service)
+    release(thread, service, lease)
     assert "could not be given back" in caplog.text
     eventually(lambda: service.count("release") >= 2)
     service.failing.clear()
     eventually(lambda: not service.held)
 
 
-def test_what_is_let_go_is_neither_renewed_nor_released(keeper: LeaseKeeper, lost: list[object]) -> None:
+def test_what_is_let_go_is_neither_renewed_nor_released(thread: LeaseThread, lost: list[object]) -> None:
     service = FakeLeaseService()
-    lease = hold(keeper, service, ttl_seconds=0.6)
-    keeper.call(keeper.let_expire, lease)
+    lease = hold(thread, service, ttl_seconds=0.6)
+    thread.call(thread.let_expire, lease)
     eventually(lambda: lease.life.is_lost)
     renewed = service.count("renew")
     time.sleep(0.5)
@@ -220,24 +220,24 @@ def test_what_is_let_go_is_neither_renewed_nor_released(keeper: LeaseKeeper, los
 
 def test_a_stop_gives_everything_back(caplog: pytest.LogCaptureFixture) -> None:
     lost: list[HeldLease] = []
-    keeper = LeaseKeeper(lost.append)
-    keeper.start()
+    thread = LeaseThread(lost.append)
+    thread.start()
     service = FakeLeaseService()
-    keeper.close_with(service.close)
-    leases = [hold(keeper, service) for _ in range(3)]
-    keeper.want_stop().result(timeout=10)
-    keeper.join()
+    thread.close_with(service.close)
+    leases = [hold(thread, service) for _ in range(3)]
+    thread.want_stop().result(timeout=10)
+    thread.join()
     assert service.held == {}
     assert [name for name, _ in service.calls] == ["release"] * 3 + ["close"]
     assert all(lease.life.is_lost and "stopped" in lease.life.reason for lease in leases)
     assert lost == [], "whoever stops it knows"
-    assert not keeper.call(print)
+    assert not thread.call(print)
     with pytest.raises(PoolStoppedError):
-        keeper.do(service.close).result(timeout=1)
+        thread.do(service.close).result(timeout=1)
     assert caplog.records == []
 
 
-def test_what_a_stop_gives_back_is_no_loss_to_be_told(keeper: LeaseKeeper, lost: list[object]) -> None:
+def test_what_a_stop_gives_back_is_no_loss_to_be_told(thread: LeaseThread, lost: list[object]) -> None:
     """Also if a renewal is answered in the same moment."""
     is_asked, answer = threading.Event(), asyncio.Event()
 
@@ -247,11 +247,11 @@ def test_what_a_stop_gives_back_is_no_loss_to_be_told(keeper: LeaseKeeper, lost:
             await answer.wait()
             await super().renew(lease, timeout_seconds=timeout_seconds)
 
-    lease = hold(keeper, Dawdling(), ttl_seconds=1.5)
+    lease = hold(thread, Dawdling(), ttl_seconds=1.5)
     is_asked.wait(10)
-    keeper.call(time.sleep, 0.1)  # what follows happens to it at once
-    stopped = keeper.want_stop()
-    keeper.call(answer.set)
+    thread.call(time.sleep, 0.1)  # what follows happens to it at once
+    stopped = thread.want_stop()
+    thread.call(answer.set)
     stopped.result(timeout=10)
     assert lease.life.is_lost, "its holder may ask"
     assert lost == []
@@ -260,41 +260,41 @@ def test_what_a_stop_gives_back_is_no_loss_to_be_told(keeper: LeaseKeeper, lost:
 def test_a_stop_does_not_wait_for_a_server_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gpu_worker_pool.leases.keeper.STOP_SECONDS", 0.3)
-    keeper = LeaseKeeper(lambda _: None)
-    keeper.start()
+    monkeypatch.setattr("gpu_worker_pool.client.lease_thread.STOP_SECONDS", 0.3)
+    thread = LeaseThread(lambda _: None)
+    thread.start()
     service = FakeLeaseService(delay_seconds=30.0)
-    hold(keeper, service)
+    hold(thread, service)
     begun = time.monotonic()
-    keeper.want_stop().result(timeout=10)
-    keeper.join()
+    thread.want_stop().result(timeout=10)
+    thread.join()
     assert time.monotonic() - begun < 3
     assert "runs out by itself" in caplog.text
 
 
-async def test_what_is_done_is_done_to_its_end_whoever_waits_for_it(keeper: LeaseKeeper) -> None:
+async def test_what_is_done_is_done_to_its_end_whoever_waits_for_it(thread: LeaseThread) -> None:
     service = FakeLeaseService(delay_seconds=0.1)
-    lease = hold(keeper, service)
-    releasing = asyncio.wrap_future(keeper.do(partial(keeper.release, service, lease)))
+    lease = hold(thread, service)
+    releasing = asyncio.wrap_future(thread.do(partial(thread.release, service, lease)))
     await asyncio.sleep(0.02)
     releasing.cancel()
     await asyncio.sleep(0.3)
     assert service.held == {}
 
 
-def test_a_forked_child_has_no_keeper(keeper: LeaseKeeper) -> None:
+def test_a_forked_child_has_no_keeper(thread: LeaseThread) -> None:
     service = FakeLeaseService()
-    lease = hold(keeper, service, ttl_seconds=0.6)
+    lease = hold(thread, service, ttl_seconds=0.6)
     eventually(lambda: service.count("renew"))
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            assert not keeper.is_here
-            assert not keeper.call(print, "never")
-            keeper.want_stop()
-            keeper.join()
-            keeper.exit()
+            assert not thread.is_here
+            assert not thread.call(print, "never")
+            thread.want_stop()
+            thread.join()
+            thread.exit()
             status = 0
         finally:
             os._exit(status)
@@ -308,10 +308,10 @@ def test_threads_and_sockets_end_with_it() -> None:
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # the shortest way
     for _ in range(5):
-        keeper = LeaseKeeper(lambda _: None)
-        keeper.start()
-        keeper.want_stop().result(timeout=10)
-        keeper.join()
+        thread = LeaseThread(lambda _: None)
+        thread.start()
+        thread.want_stop().result(timeout=10)
+        thread.join()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
-    assert logging.getLogger("gpu_worker_pool.leases.keeper").level == logging.NOTSET
+    assert logging.getLogger("gpu_worker_pool.client.lease_thread").level == logging.NOTSET

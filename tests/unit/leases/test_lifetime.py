@@ -11,7 +11,7 @@ from datetime import datetime
 
 import pytest
 
-from gpu_worker_pool.core import PLAIN
+from gpu_worker_pool.core import ANY_GPU
 from gpu_worker_pool.leases.lifetime import End, LeaseLife
 from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, LeasedGPU
 from gpu_worker_pool.models import GlobalGPUAssignment, GPUAssignment, leased_assignment
@@ -108,7 +108,7 @@ def test_a_forked_child_says_what_was_known_at_the_fork(clock: Clock) -> None:
 
 
 def held(life: LeaseLife, *gpus: LeasedGPU) -> HeldLease:
-    ask = LeaseAsk.new("worker-1", PLAIN, None, life.ttl_seconds)
+    ask = LeaseAsk.new("worker-1", ANY_GPU, None, life.ttl_seconds)
     return HeldLease("server", "lease-7", 12, gpus or (LeasedGPU(3, "GPU-1", "H100"),), ask, life)
 
 

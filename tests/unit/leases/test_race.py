@@ -9,6 +9,7 @@ from datetime import datetime
 import pytest
 from tests.fakes.lease_service import FakeLeaseService, ask_for
 
+from gpu_worker_pool.client.lease_thread import LeaseThread
 from gpu_worker_pool.errors import (
     ImpossibleRequestError,
     NetworkRetryableError,
@@ -19,21 +20,20 @@ from gpu_worker_pool.errors import (
     TooManyWaitingError,
     WorkerTimeoutError,
 )
+from gpu_worker_pool.leases.acquisition import Race
 from gpu_worker_pool.leases.endpoint import LeaseEndpoint, Polls
-from gpu_worker_pool.leases.keeper import LeaseKeeper
-from gpu_worker_pool.leases.places import Place
-from gpu_worker_pool.leases.race import Race
+from gpu_worker_pool.leases.endpoint_request import Place
 from gpu_worker_pool.models import GPUAssignment
 
 
 class Track:
     """Endpoints `a`, `b`, `c`, and races over them."""
 
-    def __init__(self, keeper: LeaseKeeper) -> None:
-        self.keeper = keeper
+    def __init__(self, thread: LeaseThread) -> None:
+        self.thread = thread
         polls = Polls(1000)
         self.services = {name: FakeLeaseService(name) for name in "abc"}
-        self.endpoints = {name: LeaseEndpoint(keeper, service, polls) for name, service in self.services.items()}
+        self.endpoints = {name: LeaseEndpoint(thread, service, polls) for name, service in self.services.items()}
         self.released_in_process: list[GPUAssignment] = []
         self.taken_back_in_process = 0
         self.in_process: asyncio.Future[GPUAssignment] = asyncio.get_running_loop().create_future()
@@ -64,7 +64,7 @@ class Track:
     def grant(self, name: str) -> None:
         service = self.services[name]
         service.granting = True
-        self.keeper.call(service.wake)
+        self.thread.call(service.wake)
 
     def asked(self) -> list[str]:
         return [name for name, service in self.services.items() if service.count("acquire")]
@@ -83,11 +83,11 @@ async def until(look: Callable[[], object], within_seconds: float = 5.0) -> None
 
 @pytest.fixture
 async def track() -> AsyncIterator[Track]:
-    keeper = LeaseKeeper(lambda _: None)
-    keeper.start()
-    yield Track(keeper)
-    await asyncio.wrap_future(keeper.want_stop())
-    keeper.join()
+    thread = LeaseThread(lambda _: None)
+    thread.start()
+    yield Track(thread)
+    await asyncio.wrap_future(thread.want_stop())
+    thread.join()
 
 
 def assignment() -> GPUAssignment:
@@ -156,7 +156,7 @@ async def test_a_second_grant_is_given_back(track: Track) -> None:
 async def test_a_silent_one_does_not_keep_the_next_from_being_asked(
     track: Track, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu_worker_pool.leases.race.HEDGE_SECONDS", 0.1)
+    monkeypatch.setattr("gpu_worker_pool.leases.acquisition.HEDGE_SECONDS", 0.1)
     track.services["a"].delay_seconds = 1.0
     async with asyncio.timeout(0.8):
         won = await track.race("a", "b").run()
@@ -230,7 +230,7 @@ async def test_one_that_fails_while_others_are_waited_at(track: Track) -> None:
     running = asyncio.create_task(track.race(then=("a", "b")).run())
     await until(lambda: all(track.endpoints[name].waiting for name in "ab"))
     track.services["a"].failing["acquire"] = NetworkRetryableError("connection refused")
-    track.keeper.call(track.services["a"].wake)
+    track.thread.call(track.services["a"].wake)
     await asyncio.sleep(0.1)
     track.grant("b")
     assert (await running).name == "b"
@@ -254,7 +254,7 @@ async def test_one_probe_at_a_time_while_it_fails(track: Track) -> None:
     await asyncio.sleep(1.5)
     assert track.services["a"].count("acquire") - before <= 4
     track.services["a"].failing.clear()
-    track.keeper.call(track.endpoints["a"].is_back)
+    track.thread.call(track.endpoints["a"].is_back)
     async with asyncio.timeout(5):
         assert {entry.name for entry in await asyncio.gather(*running)} == {"a"}
 
@@ -264,7 +264,7 @@ async def test_those_who_wait_at_one_that_is_back_do_not_wait_for_each_other(tra
     running = [asyncio.create_task(track.race("a").run()) for _ in range(5)]
     await until(lambda: track.endpoints["a"].waiting == 5)
     track.services["a"].failing["acquire"] = NetworkRetryableError("connection refused")
-    track.keeper.call(track.services["a"].wake)
+    track.thread.call(track.services["a"].wake)
     await until(lambda: track.endpoints["a"].is_failing)
     track.services["a"].failing.clear()
     before = len(track.services["a"].polls)
@@ -306,7 +306,7 @@ async def test_a_request_that_was_given_up_is_made_anew(track: Track) -> None:
     running = asyncio.create_task(track.race("a").run())
     await until(lambda: len(track.services["a"].polls) >= 2)
     track.services["a"].failing["acquire"] = RequestEndedError(state="given_up")
-    track.keeper.call(track.services["a"].wake)
+    track.thread.call(track.services["a"].wake)
     await until(lambda: len({request_id for _, request_id in track.services["a"].calls}) >= 2)
     track.services["a"].failing.clear()
     track.grant("a")
@@ -318,7 +318,7 @@ async def test_a_request_that_somebody_cancelled_is_not(track: Track) -> None:
     running = asyncio.create_task(track.race("a").run())
     await until(lambda: len(track.services["a"].polls) >= 2)
     track.services["a"].failing["acquire"] = RequestEndedError(state="cancelled")
-    track.keeper.call(track.services["a"].wake)
+    track.thread.call(track.services["a"].wake)
     with pytest.raises(RequestCancelledError):
         await running
 
@@ -328,7 +328,7 @@ async def test_a_place_at_a_server_that_is_away_is_given_up_when_it_is_back(trac
     running = asyncio.create_task(track.race(then=("a", "b")).run())
     await until(lambda: all(track.endpoints[name].waiting for name in "ab"))
     track.services["a"].failing |= {name: NetworkRetryableError("gone") for name in ("acquire", "cancel")}
-    track.keeper.call(track.services["a"].wake)
+    track.thread.call(track.services["a"].wake)
     await until(lambda: track.endpoints["a"].is_failing)
     track.grant("b")
     await running
@@ -336,7 +336,7 @@ async def test_a_place_at_a_server_that_is_away_is_given_up_when_it_is_back(trac
     await asyncio.sleep(0.2)
     assert track.services["a"].count("cancel") == 1, "it is left alone until there is a sign of life"
     track.services["a"].failing.clear()
-    track.keeper.call(track.endpoints["a"].is_back)
+    track.thread.call(track.endpoints["a"].is_back)
     await until(lambda: track.services["a"].count("cancel") == 2)
 
 
@@ -461,7 +461,7 @@ async def test_one_endpoint_at_a_time_may_keep_gpus_for_it(track: Track) -> None
 
     assert keepers() == ["a"]
     track.services["a"].failing["acquire"] = NetworkRetryableError("gone")
-    track.keeper.call(track.services["a"].wake)
+    track.thread.call(track.services["a"].wake)
     await until(lambda: keepers() in (["b"], ["a", "b"]))
     track.services["a"].failing.clear()
     before = len(track.services["a"].polls)
@@ -477,8 +477,8 @@ async def test_one_endpoint_at_a_time_may_keep_gpus_for_it(track: Track) -> None
 async def test_more_than_may_wait_for_an_answer_keep_their_places_by_asking(
     track: Track, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu_worker_pool.leases.places.ASK_SECONDS", 0.2)
-    endpoint = track.endpoints["a"] = LeaseEndpoint(track.keeper, track.services["a"], Polls(3))
+    monkeypatch.setattr("gpu_worker_pool.leases.endpoint_request.ASK_SECONDS", 0.2)
+    endpoint = track.endpoints["a"] = LeaseEndpoint(track.thread, track.services["a"], Polls(3))
     track.busy("a")
     running = [asyncio.create_task(track.race("a").run()) for _ in range(10)]
     await until(lambda: endpoint.waiting == 10)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from gpu_worker_pool.core import PLAIN, Wishes
+from gpu_worker_pool.core import ANY_GPU, Requirements
 from gpu_worker_pool.errors import ServiceRetryableError
 from gpu_worker_pool.leases.replies import read_lease, read_problem, read_waiting
-from gpu_worker_pool.leases.values import LeaseAsk, LeasedGPU, wishes_at
+from gpu_worker_pool.leases.values import LeaseAsk, LeasedGPU, requirements_at
 
-ASK = LeaseAsk.new("worker-1", PLAIN, None, 30.0)
+ASK = LeaseAsk.new("worker-1", ANY_GPU, None, 30.0)
 GOOD: dict[str, Any] = {
     "lease_id": "lease-1",
     "request_id": ASK.request_id,
@@ -83,20 +83,20 @@ def test_no_secret_is_shown() -> None:
 
 
 def test_an_ask_is_like_no_other_and_can_be_made_anew() -> None:
-    asks = [LeaseAsk.new("worker-1", PLAIN, None, 30.0), ASK, ASK.anew()]
+    asks = [LeaseAsk.new("worker-1", ANY_GPU, None, 30.0), ASK, ASK.anew()]
     assert len({ask.request_id for ask in asks}) == len({ask.token for ask in asks}) == 3
-    assert asks[2].wishes is ASK.wishes
+    assert asks[2].requirements is ASK.requirements
     assert all(16 <= len(ask.token) <= 200 for ask in asks)
 
 
 @pytest.mark.parametrize(("ttl_seconds", "poll_seconds"), [(2.0, 2 / 3), (60.0, 20.0), (3600.0, 30.0)])
 def test_a_grant_that_a_poll_brings_has_most_of_its_life_before_it(ttl_seconds: float, poll_seconds: float) -> None:
-    assert LeaseAsk.new("worker-1", PLAIN, None, ttl_seconds).poll_seconds == pytest.approx(poll_seconds)
+    assert LeaseAsk.new("worker-1", ANY_GPU, None, ttl_seconds).poll_seconds == pytest.approx(poll_seconds)
 
 
 def test_wishes_at_one_of_several_endpoints() -> None:
-    wishes = Wishes(only=("a:0", "b:1", "GPU-6ec5", "3"), exclude=("a:2", "b:5"))
-    assert wishes_at("a", wishes) == Wishes(only=("0", "GPU-6ec5", "3"), exclude=("2",))
-    assert wishes_at("b", wishes) == Wishes(only=("1", "GPU-6ec5", "3"), exclude=("5",))
-    assert wishes_at("c", Wishes(only=("a:0",))) is None
-    assert wishes_at("a", PLAIN) is PLAIN
+    requirements = Requirements(only=("a:0", "b:1", "GPU-6ec5", "3"), exclude=("a:2", "b:5"))
+    assert requirements_at("a", requirements) == Requirements(only=("0", "GPU-6ec5", "3"), exclude=("2",))
+    assert requirements_at("b", requirements) == Requirements(only=("1", "GPU-6ec5", "3"), exclude=("5",))
+    assert requirements_at("c", Requirements(only=("a:0",))) is None
+    assert requirements_at("a", ANY_GPU) is ANY_GPU

@@ -28,7 +28,7 @@ async def look_at_servers(endpoints: Sequence[EndpointConfig]) -> list[Finding]:
     servers = [endpoint for endpoint in endpoints if not is_local(endpoint)]
     if not servers:
         return [Finding("ok", "endpoints", "local://: this host without a server")]
-    from gpu_worker_pool.http_client import make_session
+    from gpu_worker_pool.api.http_client import make_session
 
     async with make_session() as session:
         found = await asyncio.gather(*(_server(session, endpoint) for endpoint in servers))
@@ -36,8 +36,8 @@ async def look_at_servers(endpoints: Sequence[EndpointConfig]) -> list[Finding]:
 
 
 async def _server(session: aiohttp.ClientSession, endpoint: EndpointConfig) -> list[Finding]:
-    from gpu_worker_pool.http_client import exchange, status_error, under
-    from gpu_worker_pool.replies import parse_json
+    from gpu_worker_pool.api.http_client import exchange, status_error, under
+    from gpu_worker_pool.api.replies import parse_json
 
     name, url = endpoint.endpoint_id, under(endpoint.url, "/")
     try:

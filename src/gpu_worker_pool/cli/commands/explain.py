@@ -23,15 +23,17 @@ Examples:
 @click.option("--request", "request_id", metavar="ID", help="Explain one that waits, instead of wishes.")
 @json_option
 @endpoint_option
-def explain(*, wished: dict[str, Any], request_id: str | None, as_json: bool, endpoints: tuple[str, ...]) -> None:
+def explain(
+    *, requirement_options: dict[str, Any], request_id: str | None, as_json: bool, endpoints: tuple[str, ...]
+) -> None:
     """Say for every GPU what keeps it from you: as somebody who asked now would be told.
 
     Asks for nothing, and takes nobody's place.
     """
     from gpu_worker_pool.cli.output import print_json
-    from gpu_worker_pool.cli.showing.explaining import explain_to_people, explanations
+    from gpu_worker_pool.cli.views.explanation import explain_to_people, explanations
 
-    found = explanations(endpoints, wished, request_id)
+    found = explanations(endpoints, requirement_options, request_id)
     if as_json:
         print_json(found[0].body if len(found) == 1 else {"endpoints": [each.as_json() for each in found]})
     else:

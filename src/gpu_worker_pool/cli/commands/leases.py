@@ -20,8 +20,8 @@ Examples:
 @endpoint_option
 def leases(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
     """List all leases: who holds which GPU, since when, how much memory was promised and how much is used."""
-    from gpu_worker_pool.cli.showing.cells import LEASE_COLUMNS, lease_cells
-    from gpu_worker_pool.cli.showing.lists import print_list
+    from gpu_worker_pool.cli.views.cells import LEASE_COLUMNS, lease_cells
+    from gpu_worker_pool.cli.views.lists import print_list
 
     print_list(
         endpoints,

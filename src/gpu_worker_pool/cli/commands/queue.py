@@ -20,8 +20,8 @@ Examples:
 @endpoint_option
 def queue(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
     """List those who wait for a GPU, in the order in which they will be served, and what each waits for."""
-    from gpu_worker_pool.cli.showing.cells import QUEUE_COLUMNS, queue_cells
-    from gpu_worker_pool.cli.showing.lists import print_list
+    from gpu_worker_pool.cli.views.cells import QUEUE_COLUMNS, queue_cells
+    from gpu_worker_pool.cli.views.lists import print_list
 
     print_list(
         endpoints,

@@ -30,7 +30,7 @@ def release(*, identifiers: tuple[str, ...], as_json: bool, endpoints: tuple[str
     """
     from gpu_worker_pool.cli.output import print_json
     from gpu_worker_pool.cli.printable import printable
-    from gpu_worker_pool.cli.showing.ending import release_all
+    from gpu_worker_pool.cli.views.release import release_all
 
     outcomes = release_all(endpoints, identifiers)
     if as_json:

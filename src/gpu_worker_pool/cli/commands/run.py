@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpu_worker_pool.cli.options import endpoint_option, lease_options, wish_options
-from gpu_worker_pool.cli.running.asked import Asked, worker_name
 from gpu_worker_pool.cli.running.command import CommandOnGPU, check_command
 from gpu_worker_pool.cli.running.environment import lease_variables
 from gpu_worker_pool.cli.running.front import InterruptedBySignal, end_like
+from gpu_worker_pool.cli.running.lease_spec import LeaseSpec, worker_name
 from gpu_worker_pool.cli.running.progress import Progress
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from gpu_worker_pool.cli.running.asked import Patience
+    from gpu_worker_pool.cli.running.lease_spec import Patience
 
 
 def _complete_command(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -76,7 +76,7 @@ Exit status: the command's own, 128+N if signal N killed it, 126 or 127 if it ca
 )
 def run(
     *,
-    wished: dict[str, Any],
+    requirement_options: dict[str, Any],
     patience: Patience,
     label: str | None,
     ttl: float | None,
@@ -93,7 +93,7 @@ def run(
     ended. While waiting, the place in the queue and the reason are told on stderr.
     """
     check_command(command)
-    asked = Asked(wished, patience, endpoints, worker_name(command[0]), label, ttl)
+    asked = LeaseSpec(requirement_options, patience, endpoints, worker_name(command[0]), label, ttl)
 
     def environment(granted: dict[str, Any]) -> dict[str, str]:
         return os.environ | lease_variables(granted, by_uuid=uuids)

@@ -22,17 +22,17 @@ Examples:
 def status(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
     """Show the GPUs, what they do, who holds them since when, how much was promised and is used, and who waits."""
     from gpu_worker_pool.cli.output import print_json
-    from gpu_worker_pool.cli.showing import hosts_view
-    from gpu_worker_pool.cli.showing.looking import check_any, look_at_any
     from gpu_worker_pool.cli.tables import print_line, print_table
+    from gpu_worker_pool.cli.views import overview
+    from gpu_worker_pool.cli.views.queries import check_any, look_at_any
 
-    seen = look_at_any(endpoints, hosts_view.everything_of)
+    seen = look_at_any(endpoints, overview.everything_of)
     if as_json:
-        print_json(hosts_view.as_json(seen))
+        print_json(overview.as_json(seen))
     check_any(seen)
     if as_json:
         return
-    for number, part in enumerate(hosts_view.parts(seen)):
+    for number, part in enumerate(overview.parts(seen)):
         if number and part.title:
             print_line()
         if part.title and not part.rows:

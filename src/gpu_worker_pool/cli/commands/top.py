@@ -27,6 +27,6 @@ def top(*, interval: float, count: int | None, as_json: bool, endpoints: tuple[s
 
     Where no terminal reads along, it prints plain text once an interval; with --json, one line of JSON.
     """
-    from gpu_worker_pool.cli.showing.live_view import show_live
+    from gpu_worker_pool.cli.views.live import show_live
 
     show_live(endpoints, interval, count, as_json=as_json)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpu_worker_pool.cli.options import endpoint_option, json_option, lease_options, wish_options
-from gpu_worker_pool.cli.running.asked import Asked, worker_name
 from gpu_worker_pool.cli.running.environment import lease_variables, visible_devices
 from gpu_worker_pool.cli.running.front import Front, InterruptedBySignal, end_like
+from gpu_worker_pool.cli.running.lease_spec import LeaseSpec, worker_name
 from gpu_worker_pool.cli.running.proc import process_stat
 from gpu_worker_pool.cli.running.processes import calling_shell
 from gpu_worker_pool.cli.running.progress import Progress
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.running.asked import Patience
+    from gpu_worker_pool.cli.running.lease_spec import Patience
 
 
 @click.command(
@@ -46,7 +46,7 @@ The GPU is given back when the shell ends, or with gpu-pool release.
 @endpoint_option
 def wait(
     *,
-    wished: dict[str, Any],
+    requirement_options: dict[str, Any],
     patience: Patience,
     label: str | None,
     ttl: float | None,
@@ -71,8 +71,14 @@ def wait(
         raise click.UsageError(f"--pid {pid}: there is no such process.")
     for_pid = calling_shell() if pid is None else pid
     holder = process_stat(for_pid)
-    asked = Asked(
-        wished, patience, endpoints, worker_name(holder.command if holder else "wait", for_pid), label, ttl, for_pid
+    asked = LeaseSpec(
+        requirement_options,
+        patience,
+        endpoints,
+        worker_name(holder.command if holder else "wait", for_pid),
+        label,
+        ttl,
+        for_pid,
     )
     front = Front(asked, Progress(is_wanted=not quiet, with_reasons=with_reasons))
     try:
@@ -88,5 +94,5 @@ def wait(
     else:
         click.echo(visible_devices(granted, by_uuid=uuids))
     # Only now: a value that nobody got must not keep a GPU.
-    front.keeper.send("taken")
+    front.lease_process.send("taken")
     return 0

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.cli.demo.show import LiveShow, PlainShow
 from gpu_worker_pool.cli.failures import CommandError
-from gpu_worker_pool.cli.showing import hosts_view
-from gpu_worker_pool.cli.showing.http_host import open_http_host
-from gpu_worker_pool.cli.showing.looking import Seen
 from gpu_worker_pool.cli.tables import is_pretty, print_line
+from gpu_worker_pool.cli.views import overview
+from gpu_worker_pool.cli.views.http_host import open_http_host
+from gpu_worker_pool.cli.views.queries import Seen
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import EndpointConfig
-from gpu_worker_pool.core.wishes import PLAIN
+from gpu_worker_pool.core.requirements import ANY_GPU
 from gpu_worker_pool.errors import DriverError, GPUWorkerPoolError
 from gpu_worker_pool.hardware.readers.choose import make_reader
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from gpu_worker_pool.cli.demo.show import Show
-    from gpu_worker_pool.cli.showing.http_host import HTTPHost
+    from gpu_worker_pool.cli.views.http_host import HTTPHost
 
 LONGEST_SECONDS: Final = 19.0
 START_SECONDS: Final = 10.0
@@ -139,7 +139,7 @@ class _Stage:
             looking.cancel()
             with suppress(asyncio.CancelledError):
                 await looking
-        free = await host.explain_wishes(PLAIN)
+        free = await host.explain_requirements(ANY_GPU)
         unoccupied = sum(1 for gpu in free["gpus"] if not gpu["obstacles"])
         self._free_at_last = f"{unoccupied} of {len(free['gpus'])} GPUs are free again"
 
@@ -147,7 +147,7 @@ class _Stage:
         has_explained = False
         while True:
             with suppress(GPUWorkerPoolError):
-                seen = await hosts_view.everything_of(host)
+                seen = await overview.everything_of(host)
                 self._show.see([Seen(host.endpoint, seen, None)], len(self._outcomes), total)
                 queue = seen["queue"] or []
                 # Not in a moment in which everything is just being given back.
@@ -169,9 +169,9 @@ class _Stage:
                 "name": f"worker {index + 1}",
                 "after": 0.1 * (index // PROGRAMS),
                 "seconds": draw.uniform(1.0, 2.5),
-                "wishes": wishes,
+                "wishes": requirements,
             }
-            for index, wishes in enumerate(WISHES)
+            for index, requirements in enumerate(WISHES)
             if index % PROGRAMS == number
         ]
         process = await asyncio.create_subprocess_exec(
@@ -261,16 +261,16 @@ class _Stage:
 
 
 def _spoken(name: str) -> str:
-    wishes = WISHES[int(name.removeprefix("worker ")) - 1]
+    requirements = WISHES[int(name.removeprefix("worker ")) - 1]
     words = {
-        "count": f"{wishes.get('count')} GPUs at once",
-        "share": f"{wishes.get('memory_mb')} MB of a GPU, to share",
+        "count": f"{requirements.get('count')} GPUs at once",
+        "share": f"{requirements.get('memory_mb')} MB of a GPU, to share",
         "priority": "a GPU, and is more important",
-        "gpu_model": f"a GPU called {wishes.get('gpu_model')}",
+        "gpu_model": f"a GPU called {requirements.get('gpu_model')}",
         "timeout": "a GPU, and has no patience",
         "only": "GPU 0 and no other",
     }
-    return next((said for wish, said in words.items() if wish in wishes), "a GPU")
+    return next((said for wish, said in words.items() if wish in requirements), "a GPU")
 
 
 async def _is_held(host: HTTPHost, lease_id: str) -> bool:

@@ -8,8 +8,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpu_worker_pool.cli.printable import printable
-from gpu_worker_pool.cli.showing.cells import gpu_state, holder, leases_on, load_cell, memory_cell
 from gpu_worker_pool.cli.tables import make_console, print_line, style_of
+from gpu_worker_pool.cli.views.cells import gpu_state, holder, leases_on, load_cell, memory_cell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-    from gpu_worker_pool.cli.showing.looking import Seen
+    from gpu_worker_pool.cli.views.queries import Seen
 
 BAR_WIDTH = 40
 MEMORY_WIDTH = 16

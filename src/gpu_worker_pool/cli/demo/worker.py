@@ -19,12 +19,14 @@ def tell(name: str, what: str, **facts: Any) -> None:
     sys.stdout.flush()
 
 
-async def work(client: GPUWorkerPoolClient, name: str, after: float, seconds: float, wishes: dict[str, Any]) -> None:
+async def work(
+    client: GPUWorkerPoolClient, name: str, after: float, seconds: float, requirements: dict[str, Any]
+) -> None:
     await asyncio.sleep(after)
     begun_at = time.monotonic()
     tell(name, "asks")
     try:
-        assignment = await client.request_gpu(label=name, **wishes)
+        assignment = await client.request_gpu(label=name, **requirements)
     except ImpossibleRequestError as error:
         tell(name, "impossible", text="; ".join(error.reasons) or str(error))
         return

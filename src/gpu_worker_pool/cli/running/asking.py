@@ -157,7 +157,7 @@ class Asking:
                 )
                 try:
                     answer = await place.service.acquire(
-                        place.ask, wait_seconds=wait_seconds, may_keep=keeping_place is place
+                        place.ask, wait_seconds=wait_seconds, may_reserve=keeping_place is place
                     )
                 except RequestEndedError as error:
                     if error.state == "cancelled":

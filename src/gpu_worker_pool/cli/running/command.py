@@ -28,7 +28,7 @@ from gpu_worker_pool.cli.statuses import KILLED, Status
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from gpu_worker_pool.cli.running.asked import Asked
+    from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
     from gpu_worker_pool.cli.running.progress import Progress
 
 #: `timeout` sends to us first, and then to our whole group: so long it has between the two.
@@ -52,7 +52,7 @@ class CommandOnGPU(Front):
     def __init__(
         self,
         command: Sequence[str],
-        asked: Asked,
+        asked: LeaseSpec,
         progress: Progress,
         environment: Callable[[dict[str, Any]], Mapping[str, str]],
         *,
@@ -84,7 +84,7 @@ class CommandOnGPU(Front):
         try:
             self._start(self._environment(granted))
         except BaseException:
-            self.keeper.send("done", is_clean=True)
+            self.lease_process.send("done", is_clean=True)
             self.until_keeper_is_gone()
             raise
         while self._wait_status is None:
@@ -101,7 +101,7 @@ class CommandOnGPU(Front):
         if child == 0:
             self._become_the_command(environment, parent, write_end)
         os.close(write_end)
-        self.keeper.send("child", pid=child)
+        self.lease_process.send("child", pid=child)
         with os.fdopen(read_end, "rb") as failure:
             number = failure.read()
         if number:
@@ -117,7 +117,7 @@ class CommandOnGPU(Front):
                 os._exit(KILLED + signal.SIGKILL)
             for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(ignored_by_python, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, self.keeper.mask_before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.lease_process.mask_before)
             os.execvpe(self._command[0], self._command, dict(environment))  # noqa: S606  # what it is for
         except OSError as error:
             number = error.errno or errno.EINVAL
@@ -153,7 +153,7 @@ class CommandOnGPU(Front):
             super().on_signal(info)
             return
         # Also where its answer is not needed: a signal that it still has is not told apart from the next of its kind.
-        self._questions += self.keeper.send("signals")
+        self._questions += self.lease_process.send("signals")
         if info.number == signal.SIGCONT:
             self._send(info.number)  # twice does no harm
         elif info.is_from_kernel:
@@ -254,17 +254,17 @@ class CommandOnGPU(Front):
             self.progress.say(
                 f"the command has left processes behind ({shown}): its GPU is not handed on while they are on it"
             )
-        self.keeper.send("done", is_clean=not left)
+        self.lease_process.send("done", is_clean=not left)
         self.until_keeper_is_gone()
         if code == -signal.SIGINT and self._is_interrupted:
             return die_of_interrupt()
         return KILLED - code if code < 0 else code
 
     def _left_behind(self) -> list[int]:
-        if not has_children(os.getpid(), besides=self.keeper.pid):
+        if not has_children(os.getpid(), besides=self.lease_process.pid):
             return []
-        keepers = {self.keeper.pid, *descendants(self.keeper.pid)}
-        return [pid for pid in descendants(os.getpid()) if pid not in keepers]
+        lease_processes = {self.lease_process.pid, *descendants(self.lease_process.pid)}
+        return [pid for pid in descendants(os.getpid()) if pid not in lease_processes]
 
     def _end_orphans(self, number: int) -> list[int]:
         """They are told what the command was told, which did not pass it on to them."""

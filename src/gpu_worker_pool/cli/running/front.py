@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.cli.failures import CommandError
 from gpu_worker_pool.cli.interrupts import die_of_interrupt
-from gpu_worker_pool.cli.running.keeper_process import PASSED_ON, KeeperProcess
+from gpu_worker_pool.cli.running.lease_process import PASSED_ON, LeaseProcess
 from gpu_worker_pool.cli.running.linux import SignalInfo, SignalQueue
 from gpu_worker_pool.cli.statuses import KILLED, Status
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.running.asked import Asked
+    from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
     from gpu_worker_pool.cli.running.progress import Progress
 
 #: These end whoever waits.
@@ -39,15 +39,15 @@ class InterruptedBySignal(Exception):  # noqa: N818  # nothing went wrong
 
 
 class Front:
-    def __init__(self, asked: Asked, progress: Progress) -> None:
+    def __init__(self, asked: LeaseSpec, progress: Progress) -> None:
         self.progress = progress
-        self.keeper = KeeperProcess.take()
+        self.lease_process = LeaseProcess.take()
         self._signals = SignalQueue([*PASSED_ON, signal.SIGCHLD])
-        self.keeper.send("ask", asked=asked.as_message())
+        self.lease_process.send("ask", asked=asked.as_message())
         self._poll = select.poll()
         self._poll.register(self._signals, select.POLLIN)
-        self._poll.register(self.keeper.channel, select.POLLIN)
-        self._is_keeper_heard = True
+        self._poll.register(self.lease_process.channel, select.POLLIN)
+        self._is_lease_process_heard = True
         self.granted: dict[str, Any] | None = None
 
     # --- waiting ---
@@ -65,13 +65,13 @@ class Front:
         """Hear what there is to hear, or wait for it for so long."""
         ready = dict(self._poll.poll(None if seconds is None else max(seconds, 0) * 1000))
         # The keeper first: what it heard of a signal decides what is done about it.
-        if self._is_keeper_heard and self.keeper.channel.fileno() in ready:
-            messages = self.keeper.channel.receive()
+        if self._is_lease_process_heard and self.lease_process.channel.fileno() in ready:
+            messages = self.lease_process.channel.receive()
             for message in messages or ():
                 self.on_message(message)
             if messages is None:
-                self._poll.unregister(self.keeper.channel)
-                self._is_keeper_heard = False
+                self._poll.unregister(self.lease_process.channel)
+                self._is_lease_process_heard = False
                 self.on_keeper_gone()
         if self._signals.fileno() in ready:
             # Children last: what was stopped together with us may have gone on together with us.
@@ -97,7 +97,7 @@ class Front:
     def on_signal(self, info: SignalInfo) -> None:
         if info.number in ENDING:
             self.progress.pause()
-            self.keeper.send("stop")
+            self.lease_process.send("stop")
             self.until_keeper_is_gone(PLACE_FAREWELL_SECONDS)
             raise InterruptedBySignal(info)
         if info.number == signal.SIGTSTP:
@@ -109,29 +109,29 @@ class Front:
         """Or until somebody becomes impatient."""
         deadline = time.monotonic() + seconds
         farewell = select.poll()
-        farewell.register(self.keeper.channel, select.POLLIN)
+        farewell.register(self.lease_process.channel, select.POLLIN)
         farewell.register(self._signals, select.POLLIN)
-        while self._is_keeper_heard and (left := deadline - time.monotonic()) > 0:
+        while self._is_lease_process_heard and (left := deadline - time.monotonic()) > 0:
             ready = dict(farewell.poll(left * 1000))
-            if self.keeper.channel.fileno() in ready:
-                messages = self.keeper.channel.receive()
-                self._is_keeper_heard = messages is not None
+            if self.lease_process.channel.fileno() in ready:
+                messages = self.lease_process.channel.receive()
+                self._is_lease_process_heard = messages is not None
                 for message in messages or ():
                     if message["kind"] == "told":
                         self.progress.say(message["text"])
             if self._signals.fileno() in ready and any(info.number in ENDING for info in self._signals.read()):
                 return
-        if not self._is_keeper_heard:
+        if not self._is_lease_process_heard:
             self._see_keeper_off()
 
     def _see_keeper_off(self) -> None:
         """It is about to end, unless its server is away: where nobody looks after orphans, it would stay for ever."""
         deadline = time.monotonic() + LAST_MOMENT_SECONDS
         with suppress(ChildProcessError):
-            while self.keeper.exit_status is None and time.monotonic() < deadline:
-                pid, wait_status = os.waitpid(self.keeper.pid, os.WNOHANG)
+            while self.lease_process.exit_status is None and time.monotonic() < deadline:
+                pid, wait_status = os.waitpid(self.lease_process.pid, os.WNOHANG)
                 if pid:
-                    self.keeper.reaped(wait_status)
+                    self.lease_process.reaped(wait_status)
                 else:
                     time.sleep(0.001)
 
@@ -154,8 +154,8 @@ class Front:
                 return
             if os.WIFSTOPPED(wait_status):
                 self.on_child_stopped(pid)
-            elif pid == self.keeper.pid:
-                self.keeper.reaped(wait_status)
+            elif pid == self.lease_process.pid:
+                self.lease_process.reaped(wait_status)
             else:
                 self.on_child_ended(pid, wait_status)
 

@@ -6,10 +6,10 @@ import math
 import os
 from typing import TYPE_CHECKING
 
+from gpu_worker_pool.api.http_client import make_session
 from gpu_worker_pool.cli.keys import Tokens, allows_insecure_key
-from gpu_worker_pool.cli.showing.http_host import HTTPHost
+from gpu_worker_pool.cli.views.http_host import HTTPHost
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.http_client import make_session
 from gpu_worker_pool.leases.http import HTTPLeaseService
 from gpu_worker_pool.leases.lifetime import LeaseLife
 from gpu_worker_pool.leases.replies import read_row
@@ -53,14 +53,14 @@ class HTTPLeases:
         #: The one request whose token is kept; an earlier one has ended.
         self._kept: LeaseAsk | None = None
 
-    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_keep: bool) -> HeldLease | StillWaiting:
+    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
         if self._inherited_lease_id and (inherited := await self._inherited(ask)) is not None:
             return inherited
         if self._kept != ask:
             self.forget()
             self._kept = ask
             self._tokens.keep(ask)
-        return await self._service.acquire(ask, wait_seconds=wait_seconds, may_keep=may_keep)
+        return await self._service.acquire(ask, wait_seconds=wait_seconds, may_reserve=may_reserve)
 
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
         await self._service.renew(lease, timeout_seconds=timeout_seconds)
@@ -92,7 +92,7 @@ class HTTPLeases:
             self._inherited_lease_id = ""
             return None
         row = found[0]
-        gpus = tuple(check_suitable(row.lease_id, row.gpus, ask.wishes)[: ask.wishes.count])
+        gpus = tuple(check_suitable(row.lease_id, row.gpus, ask.requirements)[: ask.requirements.count])
         life = LeaseLife(ask.ttl_seconds, boot_time())
         return HeldLease(self.endpoint_id, row.lease_id, row.fence, gpus, ask, life, is_inherited=True)
 

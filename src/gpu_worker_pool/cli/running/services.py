@@ -10,42 +10,44 @@ from typing import TYPE_CHECKING, Any
 from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local, local_backend
 from gpu_worker_pool.cli.local_state import local_state_directory, new_privacy_warning
 from gpu_worker_pool.config import MultiEndpointConfigurationManager
-from gpu_worker_pool.core.wishes import Wishes
+from gpu_worker_pool.core.requirements import Requirements
 from gpu_worker_pool.errors import ImpossibleRequestError
-from gpu_worker_pool.leases.values import LeaseAsk, wishes_at
+from gpu_worker_pool.leases.values import LeaseAsk, requirements_at
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.running.asked import Asked
+    from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
     from gpu_worker_pool.cli.running.values import Service
     from gpu_worker_pool.config import EndpointConfig
 
 logger = logging.getLogger(__name__)
 
 
-def asks_for(asked: Asked) -> list[tuple[Service, LeaseAsk]]:
+def asks_for(asked: LeaseSpec) -> list[tuple[Service, LeaseAsk]]:
     """Raises a `ValueError` for what makes no sense, and `ImpossibleRequestError` where nobody could grant it."""
     environment = MultiEndpointConfigurationManager()
     ttl_seconds = asked.ttl_seconds or environment.get_lease_ttl()
-    wishes = wishes_of(asked.wished, environment)
+    requirements = requirements_of(asked.requirement_options, environment)
     asks: list[tuple[Service, LeaseAsk]] = []
     for endpoint in chosen_endpoints(asked.endpoints):
-        here = wishes_at(endpoint.endpoint_id, wishes)
+        here = requirements_at(endpoint.endpoint_id, requirements)
         if here is None:
             continue
         service = _service(endpoint, environment)
         asks.append((service, LeaseAsk.new(asked.worker_id, here, asked.label, ttl_seconds)))
     if not asks:
-        raise ImpossibleRequestError(reasons=(f"no endpoint has a GPU called {', '.join(wishes.only or ())}",))
+        raise ImpossibleRequestError(reasons=(f"no endpoint has a GPU called {', '.join(requirements.only or ())}",))
     return asks
 
 
-def wishes_of(wished: dict[str, Any], environment: MultiEndpointConfigurationManager) -> Wishes:
-    wishes = Wishes(**wished)
-    if wishes.share:  # for those, thresholds count only where they are named
-        return wishes
-    memory, utilization = wishes.memory_threshold, wishes.utilization_threshold
+def requirements_of(
+    requirement_options: dict[str, Any], environment: MultiEndpointConfigurationManager
+) -> Requirements:
+    requirements = Requirements(**requirement_options)
+    if requirements.share:  # for those, thresholds count only where they are named
+        return requirements
+    memory, utilization = requirements.memory_threshold, requirements.utilization_threshold
     return replace(
-        wishes,
+        requirements,
         memory_threshold=environment.get_memory_threshold() if memory is None else memory,
         utilization_threshold=environment.get_utilization_threshold() if utilization is None else utilization,
     )

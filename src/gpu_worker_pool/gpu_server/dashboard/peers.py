@@ -12,8 +12,10 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from gpu_worker_pool.api.http_client import exchange, make_session, status_error, under
+from gpu_worker_pool.api.replies import parse_detail
 from gpu_worker_pool.errors import GPUWorkerPoolError
-from gpu_worker_pool.gpu_server.dashboard.believed import (
+from gpu_worker_pool.gpu_server.dashboard.peer_schema import (
     UnbelievableError,
     believed_health,
     believed_history,
@@ -22,16 +24,14 @@ from gpu_worker_pool.gpu_server.dashboard.believed import (
     believed_queue,
     believed_stats,
 )
-from gpu_worker_pool.http_client import exchange, make_session, status_error, under
-from gpu_worker_pool.replies import parse_detail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     import aiohttp
 
+    from gpu_worker_pool.api.http_client import Answer
     from gpu_worker_pool.config import EndpointConfig
-    from gpu_worker_pool.http_client import Answer
 
 T = TypeVar("T")
 

@@ -11,13 +11,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from gpu_worker_pool.core.assignments import Lease
-from gpu_worker_pool.core.events import Request
-from gpu_worker_pool.desk.desk import owner_of
-from gpu_worker_pool.errors import LedgerUnavailableError, NotYourLeaseError, PoolStoppedError
-from gpu_worker_pool.gpu_server.answers import REFUSED_BY_THE_DESK, JSONAnswer, as_refusal
-from gpu_worker_pool.gpu_server.connected import Attention, CallerGoneError, is_gone, read_body
-from gpu_worker_pool.gpu_server.leases.bodies import (
+from gpu_worker_pool.api.lease_rows import (
     explanation_body,
     granted_body,
     lease_body,
@@ -25,12 +19,18 @@ from gpu_worker_pool.gpu_server.leases.bodies import (
     queue_row,
     waiting_body,
 )
+from gpu_worker_pool.broker.broker import owner_of
+from gpu_worker_pool.core.assignments import Lease
+from gpu_worker_pool.core.events import Request
+from gpu_worker_pool.errors import LedgerUnavailableError, NotYourLeaseError, PoolStoppedError
+from gpu_worker_pool.gpu_server.answers import REFUSED_BY_BROKER, JSONAnswer, as_refusal
+from gpu_worker_pool.gpu_server.connected import CallerGoneError, DisconnectWatch, is_gone, read_body
 from gpu_worker_pool.gpu_server.leases.schemas import (
     ID_PATTERN,
     TOKEN_PATTERN,
-    Asked,
+    Body,
     LeaseRequest,
-    Wished,
+    RequirementsBody,
     nonsense,
     read_request,
 )
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from gpu_worker_pool.core.wishes import Wishes
-    from gpu_worker_pool.desk.desk import LeaseDesk, Waiting
-    from gpu_worker_pool.gpu_server.security import Caller, Doorkeeper, Headers
+    from gpu_worker_pool.broker.broker import LeaseBroker, Waiting
+    from gpu_worker_pool.core.requirements import Requirements
+    from gpu_worker_pool.gpu_server.security import Authenticator, Caller, Headers
     from gpu_worker_pool.gpu_server.view import HostView
 
     #: None: nobody is there any more to be answered.
@@ -74,9 +74,9 @@ class Call:
 class LeaseAPI:
     """Belongs to one event loop."""
 
-    def __init__(self, desk: LeaseDesk, door: Doorkeeper, view: HostView, prefix: str = "") -> None:
-        self.desk = desk
-        self._door = door
+    def __init__(self, broker: LeaseBroker, authenticator: Authenticator, view: HostView, prefix: str = "") -> None:
+        self.broker = broker
+        self._authenticator = authenticator
         self._view = view
         #: Whether there is a folder for the ledger, usable or not.
         self.has_place = True
@@ -84,11 +84,11 @@ class LeaseAPI:
 
     @property
     def open_to(self) -> list[str]:
-        return self._door.open_to
+        return self._authenticator.open_to
 
     def are_offered_to(self, scope: Scope) -> bool:
         """Not where there is no place for a ledger at all: then others assign without one, as they did before."""
-        return self.has_place and self._door.offers_leases(scope)
+        return self.has_place and self._authenticator.offers_leases(scope)
 
     # --- which change is asked for ---
 
@@ -106,13 +106,13 @@ class LeaseAPI:
     async def serve(self, found: tuple[Handler, str], scope: Scope, receive: Receive, send: Send) -> None:
         handler, identifier = found
         headers = read_headers(scope)
-        caller = self._door.identify(scope, headers)
+        caller = self._authenticator.identify(scope, headers)
         if isinstance(caller, Refusal):
             outcome: Outcome = caller
         else:
             try:
                 outcome = await handler(Call(caller, headers, identifier, receive))
-            except REFUSED_BY_THE_DESK as error:
+            except REFUSED_BY_BROKER as error:
                 outcome = as_refusal(error)
         if isinstance(outcome, Refusal):
             outcome = JSONAnswer.refusing(outcome)
@@ -125,14 +125,14 @@ class LeaseAPI:
         asked = await self._asked(LeaseRequest, call.headers, call.receive)
         if asked is None or isinstance(asked, Refusal):
             return asked
-        fields, wishes = asked
+        fields, requirements = asked
         request_id = fields.request_id or secrets.token_hex(16)
         token = self._token_of(call, request_id)
         if not _TOKEN.match(token):
             return nonsense("X-Lease-Token: must be 16 to 200 characters of ASCII without blanks")
         request = Request(
             request_id,
-            wishes,
+            requirements,
             fields.worker_id or "",
             owner_of(token),
             fields.label,
@@ -147,8 +147,8 @@ class LeaseAPI:
         return JSONAnswer(202, waiting_body(found, token))
 
     async def _asked(
-        self, shape: type[Asked], headers: Headers, receive: Receive
-    ) -> tuple[Asked, Wishes] | Refusal | None:
+        self, shape: type[Body], headers: Headers, receive: Receive
+    ) -> tuple[Body, Requirements] | Refusal | None:
         """What is wished for, as far as it may be had here; None: nobody is there any more to be answered."""
         if refusal := check_content_type(headers, is_needed=True):
             return refusal
@@ -159,28 +159,32 @@ class LeaseAPI:
         if isinstance(asked, Refusal):
             return asked
         request_id = asked[0].request_id if isinstance(asked[0], LeaseRequest) else None
-        wishes = await within_what_is_shown(asked[1], self._view, lambda: self.desk.wishes_of(request_id or ""))
-        return wishes if isinstance(wishes, Refusal) else (asked[0], wishes)
+        requirements = await within_what_is_shown(
+            asked[1], self._view, lambda: self.broker.requirements_of(request_id or "")
+        )
+        return requirements if isinstance(requirements, Refusal) else (asked[0], requirements)
 
     def _token_of(self, call: Call, request_id: str) -> str:
         """Its own, or ours: the same for every repetition by the same caller, and another for everybody else."""
         sent = call.token
-        return self.desk.token_for(f"{call.caller.account}/{request_id}") if sent is None else sent
+        return self.broker.token_for(f"{call.caller.account}/{request_id}") if sent is None else sent
 
     async def _listen(self, request: Request, fields: LeaseRequest, call: Call) -> Lease | Waiting | None:
         """What the desk says; None if the caller has gone meanwhile, in which case the desk knows."""
-        desk, ask = self.desk, secrets.token_hex(8)
+        broker, poll_id = self.broker, secrets.token_hex(8)
         try:
-            with Attention(call.receive):
-                found = await desk.acquire(request, wait_seconds=fields.wait_seconds, may_keep=fields.may_keep, ask=ask)
+            with DisconnectWatch(call.receive):
+                found = await broker.acquire(
+                    request, wait_seconds=fields.wait_seconds, may_reserve=fields.may_keep, poll_id=poll_id
+                )
         except CallerGoneError:
-            await desk.stopped_listening(request.request_id, ask)
+            await broker.poll_abandoned(request.request_id, poll_id)
             return None
         except PoolStoppedError:
-            await desk.stopped_listening(request.request_id, ask, is_gone=False)
+            await broker.poll_abandoned(request.request_id, poll_id, is_gone=False)
             raise
         if isinstance(found, Lease) and is_gone(call.receive):
-            await desk.stopped_listening(request.request_id, ask)
+            await broker.poll_abandoned(request.request_id, poll_id)
             return None
         return found
 
@@ -193,7 +197,7 @@ class LeaseAPI:
             return _unknown_lease(call.identifier)
         if call.token is None:
             return _token_needed("renewing")
-        return JSONAnswer(200, lease_body(await self.desk.renew(call.identifier, owner_of(call.token))))
+        return JSONAnswer(200, lease_body(await self.broker.renew(call.identifier, owner_of(call.token))))
 
     async def _release(self, call: Call) -> Outcome:
         if not _ID.match(call.identifier):
@@ -201,7 +205,7 @@ class LeaseAPI:
         if call.token is None and not call.caller.is_admin:
             return _token_needed("releasing")
         by = None if call.caller.is_admin or call.token is None else owner_of(call.token)
-        await self.desk.release(call.identifier, by)
+        await self.broker.release(call.identifier, by)
         return JSONAnswer(200, {"lease_id": call.identifier, "released": True})
 
     async def _cancel(self, call: Call) -> Outcome:
@@ -209,10 +213,10 @@ class LeaseAPI:
         if not _ID.match(request_id):
             return _unknown_request(request_id)
         by = None if call.caller.is_admin else owner_of(self._token_of(call, request_id))
-        if call.token is None and not call.caller.is_admin and self.desk.is_held(request_id):
+        if call.token is None and not call.caller.is_admin and self.broker.is_held(request_id):
             return _token_needed("giving back what it was granted")
         try:
-            is_found = await self.desk.cancel(request_id, by)
+            is_found = await self.broker.cancel(request_id, by)
         except NotYourLeaseError:
             if call.token is None:
                 return _token_needed("taking it back")
@@ -226,50 +230,50 @@ class LeaseAPI:
     async def leases(self) -> JSONAnswer:
         if refusal := self._closed():
             return refusal
-        desk = self.desk
+        broker = self.broker
         try:
-            leases = list(desk.leases.values()) if desk.is_informed else await desk.held()
-        except REFUSED_BY_THE_DESK as error:
+            leases = list(broker.leases.values()) if broker.is_informed else await broker.held()
+        except REFUSED_BY_BROKER as error:
             return JSONAnswer.refusing(as_refusal(error))
-        return JSONAnswer(200, {"leases": [lease_row(lease, desk.usage_of(lease)) for lease in leases]})
+        return JSONAnswer(200, {"leases": [lease_row(lease, broker.usage_of(lease)) for lease in leases]})
 
     async def lease(self, lease_id: str) -> JSONAnswer:
         try:
-            lease = await self.desk.lease(lease_id)
-        except REFUSED_BY_THE_DESK as error:
+            lease = await self.broker.lease(lease_id)
+        except REFUSED_BY_BROKER as error:
             return JSONAnswer.refusing(as_refusal(error))
         if lease is None:
             return JSONAnswer.refusing(_unknown_lease(lease_id))
-        return JSONAnswer(200, lease_row(lease, self.desk.usage_of(lease)))
+        return JSONAnswer(200, lease_row(lease, self.broker.usage_of(lease)))
 
     async def queue(self) -> JSONAnswer:
         try:
-            return JSONAnswer(200, {"queue": [queue_row(waiting) for waiting in await self.desk.queue()]})
-        except REFUSED_BY_THE_DESK as error:
+            return JSONAnswer(200, {"queue": [queue_row(waiting) for waiting in await self.broker.queue()]})
+        except REFUSED_BY_BROKER as error:
             return JSONAnswer.refusing(as_refusal(error))
 
     async def explanation(self, request_id: str) -> JSONAnswer:
         try:
-            explanation = await self.desk.explain(request_id)
-        except REFUSED_BY_THE_DESK as error:
+            explanation = await self.broker.explain(request_id)
+        except REFUSED_BY_BROKER as error:
             return JSONAnswer.refusing(as_refusal(error))
         if explanation is None:
             return JSONAnswer.refusing(_unknown_request(request_id))
-        return JSONAnswer(200, explanation_body(request_id, explanation, self.desk.index_of))
+        return JSONAnswer(200, explanation_body(request_id, explanation, self.broker.index_of))
 
-    async def explanation_of_wishes(self, scope: Scope, receive: Receive) -> JSONAnswer:
+    async def explanation_of_requirements(self, scope: Scope, receive: Receive) -> JSONAnswer:
         """What somebody who asked for this now would be told."""
-        asked = await self._asked(Wished, read_headers(scope), receive)
+        asked = await self._asked(RequirementsBody, read_headers(scope), receive)
         if asked is None or isinstance(asked, Refusal):
             return JSONAnswer.refusing(asked or nonsense("the body is not complete"))
         try:
-            explanation = await self.desk.explain_wishes(asked[1])
-        except REFUSED_BY_THE_DESK as error:
+            explanation = await self.broker.explain_requirements(asked[1])
+        except REFUSED_BY_BROKER as error:
             return JSONAnswer.refusing(as_refusal(error))
-        return JSONAnswer(200, explanation_body("", explanation, self.desk.index_of))
+        return JSONAnswer(200, explanation_body("", explanation, self.broker.index_of))
 
     def _closed(self) -> JSONAnswer | None:
-        problem = self.desk.problem
+        problem = self.broker.problem
         return None if problem is None else JSONAnswer.refusing(as_refusal(LedgerUnavailableError(problem)))
 
 

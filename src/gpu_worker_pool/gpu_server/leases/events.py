@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from gpu_worker_pool.api.lease_rows import lease_row, promise
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.gpu_server.events import json_event
-from gpu_worker_pool.gpu_server.leases.bodies import lease_row, promise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gpu_worker_pool.desk.desk import Change, LeaseDesk
+    from gpu_worker_pool.api.gpu_rows import Promises
+    from gpu_worker_pool.broker.broker import Change, LeaseBroker
     from gpu_worker_pool.gpu_server.events import EventStream
-    from gpu_worker_pool.gpu_server.rows import Promises
 
 #: So many of those who wait are named to whoever begins to listen.
 MOST_NAMED: Final = 1000
@@ -23,8 +23,8 @@ MOST_NAMED: Final = 1000
 class LeaseNews:
     """Follows a desk, once it is told to."""
 
-    def __init__(self, desk: LeaseDesk, stream: EventStream) -> None:
-        self._desk = desk
+    def __init__(self, broker: LeaseBroker, stream: EventStream) -> None:
+        self._desk = broker
         self._stream = stream
         #: The leases whose holders were called idle.
         self._idle: set[str] = set()
@@ -100,6 +100,6 @@ def _waiter_row(waiter: Waiter) -> dict[str, Any]:
         "request_id": request.request_id,
         "worker_id": request.worker_id,
         "label": request.label,
-        "priority": request.wishes.priority,
-        "count": request.wishes.count,
+        "priority": request.requirements.priority,
+        "count": request.requirements.count,
     }

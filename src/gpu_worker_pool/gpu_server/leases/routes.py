@@ -127,17 +127,17 @@ def add_lease_routes(app: HotFastAPI, prefix: str) -> None:
         """Why a request waits: for every GPU what keeps it from it, with the numbers."""
         return _plain(await app.leases.explanation(request.path_params["request_id"]))
 
-    async def explanation_of_wishes(request: Request) -> Response:
+    async def explanation_of_requirements(request: Request) -> Response:
         """Why somebody who asked for this now would wait; open to all, and nothing is asked for.
 
         The answer is that of `GET /queue/{request_id}`, with an empty `request_id`.
         """
-        return _plain(await app.leases.explanation_of_wishes(request.scope, request.receive))
+        return _plain(await app.leases.explanation_of_requirements(request.scope, request.receive))
 
     changing = (400, 401, 403, 421)
-    asked, wished = (
+    asked, requirement_options = (
         {"required": True, "content": {"application/json": {"schema": shape.model_json_schema()}}}
-        for shape in (schemas.LeaseRequest, schemas.Wished)
+        for shape in (schemas.LeaseRequest, schemas.RequirementsBody)
     )
     granted_or_not: dict[int, type[BaseModel]] = {201: schemas.GrantedLease, 202: schemas.StillWaiting}
     refusals = (*changing, 409, 413, 415, 422, 429)
@@ -151,7 +151,14 @@ def add_lease_routes(app: HotFastAPI, prefix: str) -> None:
     add("GET", "/queue", queue, {200: schemas.Queue}, ())
     add("GET", "/queue/{request_id}", explanation, {200: schemas.Explanation}, (404,), (_REQUEST_ID,))
     explained: dict[int, type[BaseModel]] = {200: schemas.Explanation}
-    add("POST", "/explain", explanation_of_wishes, explained, (409, 413, 415, 422), requestBody=wished)
+    add(
+        "POST",
+        "/explain",
+        explanation_of_requirements,
+        explained,
+        (409, 413, 415, 422),
+        requestBody=requirement_options,
+    )
 
 
 def _plain(answer: JSONAnswer) -> Response:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
 from gpu_worker_pool.core.readings import LARGEST_MB
-from gpu_worker_pool.core.wishes import PLAIN, Wishes
+from gpu_worker_pool.core.requirements import ANY_GPU, Requirements
 from gpu_worker_pool.gpu_server.security import Refusal
 
 ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,64}$"
@@ -54,7 +54,7 @@ _SENSE: Final[dict[str, JsonValue]] = {
 }
 
 
-class Wished(BaseModel):
+class RequirementsBody(BaseModel):
     """Which GPUs will do."""
 
     model_config = ConfigDict(
@@ -86,11 +86,11 @@ class Wished(BaseModel):
     memory_threshold: Percent | None = Field(None, description="Memory usage must be below this; 80 by default.")
     utilization_threshold: Percent | None = Field(None, description="Utilization must be below this; 90 by default.")
 
-    def wishes(self) -> Wishes:
+    def requirements(self) -> Requirements:
         """Raises a `ValueError` for wishes that make no sense together."""
-        if _WISHES.isdisjoint(self.model_fields_set):
-            return PLAIN
-        return Wishes(
+        if _REQUIREMENTS.isdisjoint(self.model_fields_set):
+            return ANY_GPU
+        return Requirements(
             count=self.count,
             memory_mb=self.memory_mb,
             share=self.share,
@@ -105,7 +105,7 @@ class Wished(BaseModel):
         )
 
 
-class LeaseRequest(Wished):
+class LeaseRequest(RequirementsBody):
     """A wish for GPUs. Asking again with the same `request_id` and the same wishes keeps the place."""
 
     model_config = ConfigDict(
@@ -131,17 +131,17 @@ class LeaseRequest(Wished):
     )
 
 
-_WISHES: Final = Wished.model_fields.keys()
+_REQUIREMENTS: Final = RequirementsBody.model_fields.keys()
 
 
-Asked = TypeVar("Asked", bound=Wished)
+Body = TypeVar("Body", bound=RequirementsBody)
 
 
-def read_request(shape: type[Asked], body: bytes) -> tuple[Asked, Wishes] | Refusal:
+def read_request(shape: type[Body], body: bytes) -> tuple[Body, Requirements] | Refusal:
     """What was asked for, or what is wrong with it, all of it at once."""
     try:
         asked = shape.model_validate_json(body)
-        return asked, asked.wishes()
+        return asked, asked.requirements()
     except ValidationError as error:
         return nonsense(*(_sentence(problem) for problem in error.errors(include_url=False, include_input=False)[:20]))
     except ValueError as error:

@@ -11,7 +11,7 @@ from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.processes import describe_process
 from gpu_worker_pool.hardware.readers import nvidia_smi_text as text
 from gpu_worker_pool.hardware.readers.tool import Tool, find_tool
-from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, DriverAnswer, GPUSample, MIGSample
+from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, DriverAnswer, GPUReading, MIGReading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ class NvidiaSMIReader:
         self._tool = Tool(command, timeout_seconds, os.environ if environment is None else environment, kill_group)
         self._timeout_seconds = timeout_seconds
         #: By bus id where it is known, else by index.
-        self._seen: dict[str | int, GPUSample] = {}
+        self._seen: dict[str | int, GPUReading] = {}
         #: Fields that this version of the driver does not know.
         self._unknown_fields: set[str] = set()
         self._driver_version: str | None = None
@@ -90,7 +90,7 @@ class NvidiaSMIReader:
                 raise text.failure(output.exit_status, output.everything)
             self._unknown_fields.add(unknown)
 
-    def _with_lost_gpus(self, parsed: text.ParsedGPUs, *, has_failed: bool) -> list[GPUSample]:
+    def _with_lost_gpus(self, parsed: text.ParsedGPUs, *, has_failed: bool) -> list[GPUReading]:
         gpus = {gpu.index: self._completed(gpu) for gpu in parsed.rows}
         index_by_bus_id = {gpu.pci_bus_id: gpu.index for gpu in gpus.values() if gpu.pci_bus_id is not None}
         unplaced: list[text.Complaint] = []
@@ -121,7 +121,7 @@ class NvidiaSMIReader:
                 gpus[index] = _lost(index, complaint.reason, complaint.bus_id, known)
         return [gpus[index] for index in sorted(gpus)]
 
-    def _completed(self, gpu: GPUSample) -> GPUSample:
+    def _completed(self, gpu: GPUReading) -> GPUReading:
         """A GPU that is about to be lost does not even tell its name.
 
         Whoever had a UUID must not appear without: that would be a new GPU, free for everybody.
@@ -134,14 +134,14 @@ class NvidiaSMIReader:
         fault = gpu.fault or (None if known.uuid is None else "its UUID cannot be read")
         return replace(gpu, uuid=known.uuid, pci_bus_id=known.pci_bus_id, fault=fault)
 
-    def _seen_as(self, index: int | None, bus_id: str | None) -> GPUSample | None:
+    def _seen_as(self, index: int | None, bus_id: str | None) -> GPUReading | None:
         if bus_id is not None:
             return self._seen.get(bus_id)
         return next((gpu for gpu in self._seen.values() if gpu.index == index), None)
 
     # --- what a sample can do without ---
 
-    def _with_processes(self, gpus: list[GPUSample], deadline: float) -> list[GPUSample]:
+    def _with_processes(self, gpus: list[GPUReading], deadline: float) -> list[GPUReading]:
         query = [f"--query-compute-apps={','.join(text.PROCESS_FIELDS)}", "--format=csv,noheader,nounits"]
         output = self._optional(query, deadline)
         found = None if output is None or output.exit_status != 0 else text.parse_processes(output.stdout)
@@ -161,7 +161,7 @@ class NvidiaSMIReader:
             described.append(gpu)
         return described
 
-    def _with_mig_devices(self, gpus: list[GPUSample], deadline: float) -> list[GPUSample]:
+    def _with_mig_devices(self, gpus: list[GPUReading], deadline: float) -> list[GPUReading]:
         listed = self._optional(["-L"], deadline)
         shown = None if listed is None else self._optional([], deadline)
         devices = {} if listed is None else text.parse_mig_list(listed.stdout)
@@ -179,15 +179,15 @@ class NvidiaSMIReader:
         return output if output.exit_status >= 0 else None
 
 
-def _lost(index: int, fault: str, bus_id: str | None, known: GPUSample | None) -> GPUSample:
+def _lost(index: int, fault: str, bus_id: str | None, known: GPUReading | None) -> GPUReading:
     if known is None:
-        return GPUSample(index, UNKNOWN_NAME, pci_bus_id=bus_id, fault=fault)
+        return GPUReading(index, UNKNOWN_NAME, pci_bus_id=bus_id, fault=fault)
     return replace(known.lost(fault), index=index)
 
 
 def _with_devices(
-    gpu: GPUSample, devices: Mapping[int, MIGSample] | None, memory: Mapping[tuple[int, int], text.MIGMemory]
-) -> GPUSample:
+    gpu: GPUReading, devices: Mapping[int, MIGReading] | None, memory: Mapping[tuple[int, int], text.MIGMemory]
+) -> GPUReading:
     if devices is None:
         return replace(gpu, fault=gpu.fault or "its MIG devices could not be listed")
     samples = []

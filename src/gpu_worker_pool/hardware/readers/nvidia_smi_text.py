@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from gpu_worker_pool.core.readings import LARGEST_MB
 from gpu_worker_pool.errors import DriverError
-from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, GPUSample, MIGSample
+from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, GPUReading, MIGReading
 
 MANDATORY_FIELDS: Final = frozenset({"index", "name", "memory.total", "memory.used"})
 #: Asked for in this order; a driver that does not know one of the optional ones is asked again without it.
@@ -64,7 +64,7 @@ class Complaint:
 
 @dataclass(frozen=True, slots=True)
 class ParsedGPUs:
-    rows: tuple[GPUSample, ...]
+    rows: tuple[GPUReading, ...]
     complaints: tuple[Complaint, ...]
     driver_version: str | None
 
@@ -88,7 +88,7 @@ class MIGMemory(NamedTuple):
 
 def parse_gpus(text: str, fields: tuple[str, ...]) -> ParsedGPUs:
     """The answer to `--query-gpu=` with these fields, as CSV without header; other lines may stand anywhere."""
-    rows: list[GPUSample] = []
+    rows: list[GPUReading] = []
     complaints: list[Complaint] = []
     unreadable: list[Complaint] = []
     seen: set[int | str] = set()
@@ -119,7 +119,7 @@ def parse_gpus(text: str, fields: tuple[str, ...]) -> ParsedGPUs:
     return ParsedGPUs(tuple(rows), tuple(first_about_each.values()), driver_version)
 
 
-def _gpu(index: int, cells: dict[str, str]) -> GPUSample:
+def _gpu(index: int, cells: dict[str, str]) -> GPUReading:
     def number(field: str, unit: str) -> float | None:
         return _number(cells.get(field, ""), unit)
 
@@ -128,7 +128,7 @@ def _gpu(index: int, cells: dict[str, str]) -> GPUSample:
 
     mig_enabled = cells.get("mig.mode.current", "").lower() == "enabled"
     recovery_action = _text(cells.get("gpu_recovery_action", ""))
-    return GPUSample(
+    return GPUReading(
         index=index,
         name=_text(cells["name"]) or UNKNOWN_NAME,
         uuid=_uuid(cells.get("uuid", "")),
@@ -219,10 +219,10 @@ def _process_memory(cell: str, comma: str) -> float | None:
 # --- MIG devices ---
 
 
-def parse_mig_list(text: str) -> dict[int, dict[int, MIGSample]]:
+def parse_mig_list(text: str) -> dict[int, dict[int, MIGReading]]:
     """The answer to `-L`: by GPU index, by device number; an empty one for a GPU without devices."""
-    gpus: dict[int, dict[int, MIGSample]] = {}
-    devices: dict[int, MIGSample] = {}
+    gpus: dict[int, dict[int, MIGReading]] = {}
+    devices: dict[int, MIGReading] = {}
     uuids: set[str] = set()
     for line in map(str.strip, text.split("\n")):
         if (gpu := _LISTED_GPU.match(line)) is not None:
@@ -231,7 +231,7 @@ def parse_mig_list(text: str) -> dict[int, dict[int, MIGSample]]:
             uuids.add(mig[3])
             # Drivers before 470 write the two instances' numbers into the UUID.
             ids = _INSTANCES_IN_UUID.fullmatch(mig[3])
-            sample = MIGSample(mig[3], mig[1], int(ids[1]) if ids else None, int(ids[2]) if ids else None)
+            sample = MIGReading(mig[3], mig[1], int(ids[1]) if ids else None, int(ids[2]) if ids else None)
             devices.setdefault(int(mig[2]), sample)
     return gpus
 

@@ -15,7 +15,7 @@ from gpu_worker_pool.hardware.readers.nvml_library import (
     NVMLLibrary,
     driver_error,
 )
-from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, DriverAnswer, GPUSample
+from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, DriverAnswer, GPUReading
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ class NVMLReader:
         #: By index, what stood there last: it names a GPU that no longer answers.
         self._known: dict[int, DeviceFacts] = {}
         #: And what it was when it last answered.
-        self._answered: dict[int, GPUSample] = {}
+        self._answered: dict[int, GPUReading] = {}
 
     def read(self) -> DriverAnswer:
         with self._library as nvml:
@@ -60,7 +60,7 @@ class NVMLReader:
         """May be called while another thread is inside a read that hangs: that read then lets go at its end."""
         self._library.close()
 
-    def _read_all(self, nvml: LoadedNVML) -> tuple[GPUSample, ...]:
+    def _read_all(self, nvml: LoadedNVML) -> tuple[GPUReading, ...]:
         count: int = nvml.module.nvmlDeviceGetCount()
         gpus = []
         named_from_memory = []
@@ -83,7 +83,7 @@ class NVMLReader:
                 fault = fault.format(index=index, error=error)
                 before = self._answered.get(index)
                 if before is None or before.uuid != facts.uuid:
-                    before = GPUSample(index, facts.name, facts.uuid, facts.pci_bus_id)
+                    before = GPUReading(index, facts.name, facts.uuid, facts.pci_bus_id)
                 gpus.append(before.lost(fault))
         for index in [index for index in self._known if index >= count]:
             del self._known[index]
@@ -91,14 +91,14 @@ class NVMLReader:
         return self._without_wrong_names(gpus, named_from_memory)
 
     def _without_wrong_names(
-        self, gpus: Sequence[GPUSample], named_from_memory: Sequence[int]
-    ) -> tuple[GPUSample, ...]:
+        self, gpus: Sequence[GPUReading], named_from_memory: Sequence[int]
+    ) -> tuple[GPUReading, ...]:
         """A GPU that answers elsewhere is not the silent one at its former index, whoever that is."""
         if not named_from_memory:
             return tuple(gpus)
         answering = {gpu.uuid for gpu in gpus if gpu.index not in named_from_memory}
         return tuple(
-            GPUSample(gpu.index, UNKNOWN_NAME, fault=gpu.fault)
+            GPUReading(gpu.index, UNKNOWN_NAME, fault=gpu.fault)
             if gpu.index in named_from_memory and gpu.uuid in answering
             else gpu
             for gpu in gpus

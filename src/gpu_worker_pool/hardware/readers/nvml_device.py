@@ -14,7 +14,7 @@ from gpu_worker_pool.hardware.readers.nvml_library import (
     NOT_SUPPORTED,
     LoadedNVML,
 )
-from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, GPUSample, MIGSample
+from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, GPUReading, MIGReading
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.readings import ProcessReading
@@ -59,7 +59,7 @@ def read_facts(nvml: LoadedNVML, handle: Any, known: DeviceFacts | None) -> Devi
     return DeviceFacts(ask(module.nvmlDeviceGetName, handle) or UNKNOWN_NAME, uuid, pci and pci.busId)
 
 
-def read_gpu(nvml: LoadedNVML, handle: Any, index: int, facts: DeviceFacts) -> GPUSample:
+def read_gpu(nvml: LoadedNVML, handle: Any, index: int, facts: DeviceFacts) -> GPUReading:
     module, ask = nvml.module, nvml.ask
     total_mb, used_mb, free_mb, fault = _read_memory(nvml, handle)
     is_mig_enabled, mig_fault = _read_mig_mode(nvml, handle)
@@ -71,7 +71,7 @@ def read_gpu(nvml: LoadedNVML, handle: Any, index: int, facts: DeviceFacts) -> G
     if recovery_action is not None:
         fault = f"the driver asks for a recovery action: {recovery_action}"
     fault = fault or mig_fault
-    return GPUSample(
+    return GPUReading(
         index,
         facts.name,
         facts.uuid,
@@ -111,7 +111,7 @@ def _read_mig_mode(nvml: LoadedNVML, handle: Any) -> tuple[bool, str | None]:
     return mode == 1, None
 
 
-def _read_mig_devices(nvml: LoadedNVML, handle: Any) -> tuple[MIGSample, ...]:
+def _read_mig_devices(nvml: LoadedNVML, handle: Any) -> tuple[MIGReading, ...]:
     module, ask = nvml.module, nvml.ask
     devices = []
     for slot in range(ask(module.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
@@ -123,7 +123,7 @@ def _read_mig_devices(nvml: LoadedNVML, handle: Any) -> tuple[MIGSample, ...]:
         # Not remembered: a device made anew may bear the UUID of one with another profile.
         name: str | None = ask(module.nvmlDeviceGetName, device)
         devices.append(
-            MIGSample(
+            MIGReading(
                 uuid,
                 "unknown profile" if name is None else name.rpartition("MIG ")[2],
                 ask(module.nvmlDeviceGetGpuInstanceId, device),

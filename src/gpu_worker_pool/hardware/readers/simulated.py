@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 from gpu_worker_pool.core.readings import ProcessReading
-from gpu_worker_pool.hardware.samples import DriverAnswer, GPUSample
+from gpu_worker_pool.hardware.samples import DriverAnswer, GPUReading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -101,7 +101,7 @@ class SimulatedReader:
     def close(self) -> None:
         pass
 
-    def _gpu(self, index: int, holders: Iterable[Holder], now: float) -> GPUSample:
+    def _gpu(self, index: int, holders: Iterable[Holder], now: float) -> GPUReading:
         processes = self._outsiders(index, now)
         lingering_mb = 0.0
         for holder in holders:
@@ -114,7 +114,7 @@ class SimulatedReader:
                 lingering_mb += memory_mb
         used = lingering_mb + sum(process.memory_used_mb or 0.0 for process in processes)
         used_mb = round(min(used, MEMORY_TOTAL_MB))
-        return GPUSample(
+        return GPUReading(
             index=index,
             name="Simulated GPU 24GB",
             uuid=simulated_uuid(index),

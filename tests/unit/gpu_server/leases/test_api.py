@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from tests.leasing import until
 
+from gpu_worker_pool.broker.broker import LeaseBroker, Waiting
 from gpu_worker_pool.core.assignments import HeldGPU, Lease
 from gpu_worker_pool.core.events import Request, Ticked
 from gpu_worker_pool.core.moves import LeaseState
 from gpu_worker_pool.core.settings import PoolSettings
-from gpu_worker_pool.desk.desk import LeaseDesk, Waiting
 from gpu_worker_pool.errors import PoolStoppedError
 from gpu_worker_pool.gpu_server import ServerSettings, connected
 from gpu_worker_pool.gpu_server.leases.api import LeaseAPI
-from gpu_worker_pool.gpu_server.security import Doorkeeper
+from gpu_worker_pool.gpu_server.security import Authenticator
 from gpu_worker_pool.gpu_server.view import HostView
 from gpu_worker_pool.hardware.sampler import Seen
 from gpu_worker_pool.ledger import Tell
@@ -39,16 +39,16 @@ class Desk:
         request: Request,  # noqa: ARG002
         *,
         wait_seconds: float,  # noqa: ARG002
-        may_keep: bool = True,  # noqa: ARG002
-        ask: str = "",
+        may_reserve: bool = True,  # noqa: ARG002
+        poll_id: str = "",
     ) -> Lease | Waiting:
-        self.asks.append(ask)
+        self.asks.append(poll_id)
         self.answers.append(asyncio.get_running_loop().create_future())
         return await self.answers[-1]
 
-    async def stopped_listening(self, request_id: str, ask: str, *, is_gone: bool = True) -> None:
+    async def poll_abandoned(self, request_id: str, poll_id: str, *, is_gone: bool = True) -> None:
         what = "does not hear" if is_gone else "is not told"
-        self.told.append(f"{request_id} {what} of asking {self.asks.index(ask)}")
+        self.told.append(f"{request_id} {what} of asking {self.asks.index(poll_id)}")
 
     def token_for(self, _request_id: str) -> str:
         return "t" * 40
@@ -89,74 +89,74 @@ LEASE = Lease("lease-7", Request("r"), "", ("GPU-1",), (HeldGPU("GPU-1"),), 7, L
 
 
 @pytest.fixture
-def desk() -> Desk:
+def broker() -> Desk:
     return Desk()
 
 
 @pytest.fixture
-def api(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> LeaseAPI:
+def api(broker: Desk, monkeypatch: pytest.MonkeyPatch) -> LeaseAPI:
     monkeypatch.setattr(connected, "WATCH_AFTER_SECONDS", 0.0)
-    return LeaseAPI(desk, Doorkeeper(ServerSettings()), HostView(Seen))  # type: ignore[arg-type]  # all that is needed
+    return LeaseAPI(broker, Authenticator(ServerSettings()), HostView(Seen))  # type: ignore[arg-type]  # all that is needed
 
 
 async def settle() -> None:
     await asyncio.sleep(0.02)
 
 
-async def test_one_that_stays_is_told(api: LeaseAPI, desk: Desk) -> None:
+async def test_one_that_stays_is_told(api: LeaseAPI, broker: Desk) -> None:
     call = Call(api)
     await settle()
-    desk.answers[0].set_result(LEASE)
+    broker.answers[0].set_result(LEASE)
     await call.task
-    assert (call.status, desk.told) == (201, [])
+    assert (call.status, broker.told) == (201, [])
 
 
-async def test_one_that_goes_keeps_its_place_and_stops_listening(api: LeaseAPI, desk: Desk) -> None:
+async def test_one_that_goes_keeps_its_place_and_stops_listening(api: LeaseAPI, broker: Desk) -> None:
     call = Call(api)
     await settle()
     call.close()
     await call.task
-    assert (call.sent, desk.told) == ([], ["r does not hear of asking 0"])
-    assert desk.answers[0].cancelled()
+    assert (call.sent, broker.told) == ([], ["r does not hear of asking 0"])
+    assert broker.answers[0].cancelled()
 
 
-async def test_gone_when_the_grant_comes(api: LeaseAPI, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gone_when_the_grant_comes(api: LeaseAPI, broker: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connected, "WATCH_AFTER_SECONDS", 60.0)
     call = Call(api)
     await settle()
     call.close()
-    desk.answers[0].set_result(LEASE)
+    broker.answers[0].set_result(LEASE)
     await call.task
-    assert (call.sent, desk.told) == ([], ["r does not hear of asking 0"])
+    assert (call.sent, broker.told) == ([], ["r does not hear of asking 0"])
 
 
 @pytest.mark.parametrize("watch_after_seconds", [0.0, 60.0])
 async def test_one_that_has_come_back_is_not_taken_for_gone(
-    api: LeaseAPI, desk: Desk, watch_after_seconds: float, monkeypatch: pytest.MonkeyPatch
+    api: LeaseAPI, broker: Desk, watch_after_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its old connection is noticed to be closed only after, or when, the new one was told: it is said of the old one,
     and the ledger undoes nothing on the word of another asking."""
     monkeypatch.setattr(connected, "WATCH_AFTER_SECONDS", watch_after_seconds)
     old, new = Call(api), Call(api)
     await settle()
-    desk.answers[1].set_result(LEASE)
+    broker.answers[1].set_result(LEASE)
     await new.task
     old.close()
     await asyncio.sleep(0)
     if watch_after_seconds:
-        desk.answers[0].set_result(LEASE)
+        broker.answers[0].set_result(LEASE)
     await old.task
     assert (new.status, old.sent) == (201, [])
-    assert len(set(desk.asks)) == 2
-    assert desk.told == ["r does not hear of asking 0"]
+    assert len(set(broker.asks)) == 2
+    assert broker.told == ["r does not hear of asking 0"]
 
 
-async def test_a_stop_is_told_and_the_place_is_kept(api: LeaseAPI, desk: Desk) -> None:
+async def test_a_stop_is_told_and_the_place_is_kept(api: LeaseAPI, broker: Desk) -> None:
     call = Call(api)
     await settle()
-    desk.answers[0].set_exception(PoolStoppedError())
+    broker.answers[0].set_exception(PoolStoppedError())
     await call.task
-    assert (call.status, desk.told) == (503, ["r is not told of asking 0"]), "it is not the asker who went"
+    assert (call.status, broker.told) == (503, ["r is not told of asking 0"]), "it is not the asker who went"
 
 
 async def test_an_old_connection_that_breaks_leaves_the_new_one_listening(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,29 +165,29 @@ async def test_an_old_connection_that_breaks_leaves_the_new_one_listening(monkey
     ledgers: list[MemoryLedger] = []
 
     def opened(tell: Tell) -> MemoryLedger:
-        ledgers.append(MemoryLedger(PoolSettings(patience_seconds=1.0), tell, clock))
+        ledgers.append(MemoryLedger(PoolSettings(queue_ttl_seconds=1.0), tell, clock))
         return ledgers[-1]
 
-    desk = LeaseDesk(opened, lambda _: None, clock=clock.now)
-    await desk.start()
+    broker = LeaseBroker(opened, lambda _: None, clock=clock.now)
+    await broker.start()
     (ledger,) = ledgers
     await ledger.submit(snapshot([gpu(0)], at=clock.now()))
-    holder = await desk.acquire(Request("holder", owner="me", ttl_seconds=60.0), wait_seconds=0)
+    holder = await broker.acquire(Request("holder", owner="me", ttl_seconds=60.0), wait_seconds=0)
     assert isinstance(holder, Lease)
-    api = LeaseAPI(desk, Doorkeeper(ServerSettings()), HostView(Seen))
+    api = LeaseAPI(broker, Authenticator(ServerSettings()), HostView(Seen))
     old = Call(api)
-    await until(lambda: "r" in desk.waiting)
-    new, asked_by_old = Call(api), desk.waiting["r"].ask
-    await until(lambda: desk.waiting["r"].ask != asked_by_old)
+    await until(lambda: "r" in broker.waiting)
+    new, asked_by_old = Call(api), broker.waiting["r"].poll_id
+    await until(lambda: broker.waiting["r"].poll_id != asked_by_old)
     old.close()
     await old.task
     clock.advance(2.0)  # more than it would be waited for, had it gone
     await ledger.submit(Ticked())
-    await desk.release(holder.lease_id, "me")
+    await broker.release(holder.lease_id, "me")
     clock.advance(0.1)
     await ledger.submit(snapshot([gpu(0)], at=clock.now()))
     await until(new.task.done)
     assert (new.status, old.sent) == (201, [])
-    (lease,) = desk.leases.values()
+    (lease,) = broker.leases.values()
     assert (lease.request.request_id, lease.state) == ("r", LeaseState.HELD)
-    await desk.stop()
+    await broker.stop()

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpu_worker_pool.core.wishes import PLAIN, Wishes
+from gpu_worker_pool.core.requirements import ANY_GPU, Requirements
 from gpu_worker_pool.gpu_server.leases.schemas import LeaseRequest, read_request
 from gpu_worker_pool.gpu_server.security import Refusal
 
 
-def wishes_of(**body: Any) -> Wishes:
+def requirements_of(**body: Any) -> Requirements:
     answer = read_request(LeaseRequest, json.dumps(body).encode())
     assert not isinstance(answer, Refusal), answer
     return answer[1]
@@ -33,19 +33,19 @@ def reasons(body: bytes | dict[str, Any]) -> tuple[str, ...]:
 def test_nothing_is_needed() -> None:
     answer = read_request(LeaseRequest, b"{}")
     assert not isinstance(answer, Refusal)
-    asked, wishes = answer
-    assert wishes is PLAIN
+    asked, requirements = answer
+    assert requirements is ANY_GPU
     assert asked.request_id is None
     assert (asked.ttl_seconds, asked.wait_seconds, asked.may_keep) == (60.0, 0.0, True)
 
 
 def test_a_request_without_wishes_is_plain() -> None:
     body = {"request_id": "a", "worker_id": "w", "ttl_seconds": 5, "wait_seconds": 3, "label": "x", "may_keep": False}
-    assert wishes_of(**body) is PLAIN
+    assert requirements_of(**body) is ANY_GPU
 
 
 def test_every_wish_is_understood() -> None:
-    wished = {
+    requirement_options = {
         "count": 2,
         "memory_mb": 8192,
         "share": True,
@@ -58,7 +58,7 @@ def test_every_wish_is_understood() -> None:
         "utilization_threshold": 100,
         "priority": -5,
     }
-    assert wishes_of(**wished) == Wishes(
+    assert requirements_of(**requirement_options) == Requirements(
         count=2,
         memory_mb=8192,
         share=True,
@@ -71,7 +71,7 @@ def test_every_wish_is_understood() -> None:
         utilization_threshold=100,
         priority=-5,
     )
-    assert wished.keys() == {each.name for each in fields(Wishes) if each.init}, "all that there are"
+    assert requirement_options.keys() == {each.name for each in fields(Requirements) if each.init}, "all that there are"
 
 
 @pytest.mark.parametrize("name", sorted(LeaseRequest.model_fields))
@@ -81,7 +81,7 @@ def test_null_is_as_good_as_left_out_where_nothing_is_the_default(name: str) -> 
     assert isinstance(answer, Refusal) != is_optional
     if is_optional:
         assert not isinstance(answer, Refusal)
-        assert answer[1] == PLAIN
+        assert answer[1] == ANY_GPU
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_any_json_is_refused_or_can_be_reckoned_with(body: dict[str, Any]) -> No
         assert answer.status == 422
         json.dumps(answer.reasons, allow_nan=False)
     else:
-        asked, wishes = answer
+        asked, requirements = answer
         assert 2 <= asked.ttl_seconds <= 3600
         assert 0 <= asked.wait_seconds <= 30
-        assert math.isfinite(wishes.needed_memory_mb)
+        assert math.isfinite(requirements.needed_memory_mb)

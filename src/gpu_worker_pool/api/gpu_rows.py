@@ -1,0 +1,177 @@
+"""The documented bodies of the GPU routes, from samples. Unknown is null; averages and sums are over what is known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from gpu_worker_pool.core.obstacles import lasting_obstacles, reading_obstacles
+from gpu_worker_pool.core.requirements import ANY_GPU
+from gpu_worker_pool.core.settings import PoolSettings
+from gpu_worker_pool.hardware.leasable import readings_of
+from gpu_worker_pool.hardware.samples import DriverAnswer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from gpu_worker_pool.core.readings import ProcessReading, Reading
+    from gpu_worker_pool.hardware.samples import GPUReading, HostSample, MIGReading
+
+    #: By GPU or MIG device, the leases on it; None where the ledger cannot be read.
+    Promises = Mapping[str, Sequence[dict[str, Any]]] | None
+
+_DEFAULTS: Final = PoolSettings()
+
+
+def stats_body(sample: HostSample, gpus: Sequence[GPUReading], promises: Promises) -> dict[str, Any]:
+    return {
+        "gpu_count": len(gpus),
+        "gpus": [_stats_row(gpu, promises) for gpu in gpus],
+        "timestamp": sample.timestamp,
+        **driver_facts(sample),
+    }
+
+
+def driver_facts(sample: HostSample | None) -> dict[str, Any]:
+    if sample is None or not isinstance(sample.answer, DriverAnswer):
+        return {"backend": None, "driver_version": None}
+    return {"backend": sample.answer.backend, "driver_version": sample.answer.driver_version}
+
+
+def summary_body(sample: HostSample, gpus: Sequence[GPUReading], promises: Promises) -> dict[str, Any]:
+    # Used memory of a GPU whose total is unknown would make the whole look fuller than it can be.
+    both = [gpu for gpu in gpus if gpu.memory_total_mb is not None and gpu.memory_used_mb is not None]
+    total_of_both = _sum(gpu.memory_total_mb for gpu in both)
+    used = _sum(gpu.memory_used_mb for gpu in both)
+    utilizations = [gpu.utilization_percent for gpu in gpus if gpu.utilization_percent is not None]
+    return {
+        "gpu_count": len(gpus),
+        "total_memory_mb": _sum(gpu.memory_total_mb for gpu in gpus) if gpus else 0,
+        "total_used_memory_mb": used if gpus else 0,
+        "total_memory_usage_percent": round(100.0 * used / total_of_both, 2)
+        if total_of_both and used is not None
+        else None,
+        "average_utilization_percent": round(sum(utilizations) / len(utilizations), 2) if utilizations else None,
+        "gpus_summary": [_summary_row(gpu, promises) for gpu in gpus],
+        "timestamp": sample.timestamp,
+    }
+
+
+def count_body(sample: HostSample, gpus: Sequence[GPUReading], _promises: Promises) -> dict[str, Any]:
+    return {"gpu_count": len(gpus), "timestamp": sample.timestamp}
+
+
+def history_row(sample: HostSample, gpu: GPUReading) -> dict[str, Any]:
+    return {
+        "timestamp": sample.timestamp,
+        "memory_used_mb": gpu.memory_used_mb,
+        "memory_usage_percent": _rounded(gpu.memory_usage_percent),
+        "utilization_percent": gpu.utilization_percent,
+        "temperature_c": gpu.temperature_c,
+        "power_draw_w": gpu.power_draw_w,
+        "fault": gpu.fault,
+    }
+
+
+def _leases_on(gpu: GPUReading, promises: Promises) -> list[dict[str, Any]] | None:
+    """Also those on its MIG devices: whoever takes the whole card takes theirs too."""
+    if promises is None:
+        return None
+    names = [gpu.identity, *(mig.uuid for mig in gpu.mig_devices)]
+    # One lease may have several of its devices.
+    return list({lease["lease_id"]: lease for name in names for lease in promises.get(name, ())}.values())
+
+
+def _obstacles(gpu: GPUReading, promises: Promises) -> list[str] | None:
+    """What keeps it from a request without special wishes; of a split card, the best of its devices.
+
+    By the rules that grant. They also know what is kept for somebody, or was given back a moment ago, which passes.
+    """
+    if promises is None:
+        return None
+    found = [_obstacles_of(reading, promises.get(reading.gpu_id, ())) for reading in readings_of((gpu,))]
+    return min(found, key=len, default=["split, and has no MIG device"])
+
+
+def _obstacles_of(reading: Reading, leases: Sequence[dict[str, Any]]) -> list[str]:
+    if leases:  # what it is doing is its holder's doing
+        return [f"{lease['state']}: {lease['worker_id'] or lease['lease_id']}" for lease in leases]
+    lasting = lasting_obstacles(reading, ANY_GPU, _DEFAULTS)
+    return [str(each) for each in (*lasting, *reading_obstacles(reading, reading.processes, ANY_GPU, _DEFAULTS))]
+
+
+def _stats_row(gpu: GPUReading, promises: Promises) -> dict[str, Any]:
+    return {
+        "gpu_id": gpu.index,
+        "name": gpu.name,
+        "memory": _memory(gpu),
+        "utilization_percent": gpu.utilization_percent,
+        "temperature_c": gpu.temperature_c,
+        "power": {"draw_w": gpu.power_draw_w, "limit_w": gpu.power_limit_w},
+        "uuid": gpu.uuid,
+        "pci_bus_id": gpu.pci_bus_id,
+        "fault": gpu.fault,
+        "reports_utilization": gpu.reports_utilization,
+        "ecc_uncorrected_errors": gpu.ecc_uncorrected_errors,
+        "recovery_action": gpu.recovery_action,
+        "processes": _processes(gpu.processes),
+        "mig_enabled": gpu.mig_enabled,
+        "mig_devices": [
+            {
+                "uuid": mig.uuid,
+                "name": mig.name,
+                "gpu_instance_id": mig.gpu_instance_id,
+                "compute_instance_id": mig.compute_instance_id,
+                "memory": _memory(mig),
+                "fault": mig.fault,
+                "processes": _processes(mig.processes),
+            }
+            for mig in gpu.mig_devices
+        ],
+        "leases": _leases_on(gpu, promises),
+        "obstacles": _obstacles(gpu, promises),
+    }
+
+
+def _summary_row(gpu: GPUReading, promises: Promises) -> dict[str, Any]:
+    return {
+        "gpu_id": gpu.index,
+        "name": gpu.name,
+        "memory_usage_percent": _rounded(gpu.memory_usage_percent),
+        "utilization_percent": gpu.utilization_percent,
+        "uuid": gpu.uuid,
+        "memory_total_mb": gpu.memory_total_mb,
+        "memory_used_mb": gpu.memory_used_mb,
+        "fault": gpu.fault,
+        "reports_utilization": gpu.reports_utilization,
+        # Whoever decides about a GPU that cannot report utilization needs to know whether somebody is on it.
+        "process_count": None if gpu.processes is None else len(gpu.processes),
+        # Whoever assigns without the ledger keeps off what it is known to have promised.
+        "leased": bool(_leases_on(gpu, promises)),
+    }
+
+
+def _memory(device: GPUReading | MIGReading) -> dict[str, Any]:
+    return {
+        "total_mb": device.memory_total_mb,
+        "used_mb": device.memory_used_mb,
+        "free_mb": device.memory_free_mb,
+        "usage_percent": _rounded(device.memory_usage_percent),
+    }
+
+
+def _processes(processes: tuple[ProcessReading, ...] | None) -> list[dict[str, Any]] | None:
+    if processes is None:
+        return None
+    return [
+        {"pid": process.pid, "name": process.name, "user": process.user, "memory_used_mb": process.memory_used_mb}
+        for process in processes
+    ]
+
+
+def _rounded(percent: float | None) -> float | None:
+    return None if percent is None else round(percent, 2)
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

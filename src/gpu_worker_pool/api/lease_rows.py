@@ -1,0 +1,181 @@
+"""Leases, waiters and explanations as the lease API tells them. No token is in any of these but the two that add it."""
+
+from __future__ import annotations
+
+import math
+import pwd
+import time
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from gpu_worker_pool.clocks import boot_time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpu_worker_pool.broker.broker import Waiting
+    from gpu_worker_pool.broker.usage import LeaseUsage
+    from gpu_worker_pool.core.assignments import Lease
+    from gpu_worker_pool.core.explanation import Explanation
+
+
+def granted_body(lease: Lease, token: str) -> dict[str, Any]:
+    return {**lease_body(lease), "token": token}
+
+
+def lease_body(lease: Lease) -> dict[str, Any]:
+    """For its holder."""
+    return {**_facts(lease, boot_time()), "env": lease_env(lease)}
+
+
+def lease_row(lease: Lease, usage: LeaseUsage) -> dict[str, Any]:
+    """For everybody."""
+    now, quarantine = boot_time(), lease.quarantine
+    return {
+        **_facts(lease, now),
+        "held_seconds": _seconds(now - lease.granted_at),
+        "quarantine": None
+        if quarantine is None
+        else {"reason": quarantine.reason, "seconds": _seconds(now - quarantine.since)},
+        "memory_used_mb": usage.memory_used_mb,
+        "idle_seconds": None if usage.idle_seconds is None else _seconds(usage.idle_seconds),
+        "is_idle": usage.is_idle,
+        "user": user_of(lease),
+    }
+
+
+def _facts(lease: Lease, now: float) -> dict[str, Any]:
+    request, expires_at = lease.request, lease.expires_at
+    return {
+        "lease_id": lease.lease_id,
+        "request_id": request.request_id,
+        "worker_id": request.worker_id,
+        "fence": lease.fence,
+        "gpus": [{"gpu_id": held.index, "uuid": held.uuid, "name": held.name} for held in lease.held],
+        "granted_at": _moment(lease.granted_at, now),
+        "expires_at": None if expires_at is None else _moment(expires_at, now),
+        "expires_in_seconds": None if expires_at is None else round(max(expires_at - now, 0.0), 3),
+        "ttl_seconds": request.ttl_seconds,
+        "state": lease.state.value,
+        "label": request.label,
+        "memory_mb": request.requirements.memory_mb,
+        "share": request.requirements.share,
+    }
+
+
+def promise(lease: Lease) -> dict[str, Any]:
+    """In a row of `/gpu/stats`: who holds it."""
+    return {
+        "lease_id": lease.lease_id,
+        "worker_id": lease.request.worker_id,
+        "label": lease.request.label,
+        "state": lease.state.value,
+        "user": user_of(lease),
+    }
+
+
+def lease_env(lease: Lease) -> dict[str, str]:
+    """For the environment of a program that is to see these GPUs and no others; by UUID, as indices may change."""
+    devices = ",".join(held.uuid or str(held.index) for held in lease.held)
+    return {
+        "CUDA_VISIBLE_DEVICES": devices,
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "NVIDIA_VISIBLE_DEVICES": devices,
+        "GPU_POOL_LEASE_ID": lease.lease_id,
+    }
+
+
+def user_of(lease: Lease) -> str | None:
+    """Programs that ask without a server are told apart by their users."""
+    kind, _, uid = lease.request.account.partition(":")
+    return _user_name(uid) if kind == "user" else None
+
+
+@lru_cache(maxsize=256)
+def _user_name(uid: str) -> str:
+    try:
+        return pwd.getpwuid(int(uid)).pw_name
+    except (KeyError, ValueError, OverflowError):
+        return uid
+
+
+def waiting_body(waiting: Waiting, token: str) -> dict[str, Any]:
+    """For whoever waits."""
+    return {
+        "request_id": waiting.request.request_id,
+        "position": waiting.position,
+        "waiting_seconds": _seconds(waiting.waiting_seconds),
+        "reasons": list(waiting.reasons),
+        "token": token,
+    }
+
+
+def queue_row(waiting: Waiting) -> dict[str, Any]:
+    """For everybody."""
+    request = waiting.request
+    return {
+        "request_id": request.request_id,
+        "worker_id": request.worker_id,
+        "position": waiting.position,
+        "waiting_seconds": _seconds(waiting.waiting_seconds),
+        "reasons": list(waiting.reasons),
+        "label": request.label,
+        "priority": request.requirements.priority,
+        "count": request.requirements.count,
+    }
+
+
+def explanation_body(
+    request_id: str, explanation: Explanation, index_of: Callable[[str], int | None]
+) -> dict[str, Any]:
+    return {
+        "request_id": request_id,
+        "position": explanation.position,
+        "waiting_seconds": _seconds(explanation.waiting_seconds),
+        "summary": explanation.summary,
+        "impossible": list(explanation.impossible),
+        "gpus": [
+            {
+                "gpu_id": index_of(gpu.gpu_id),
+                "uuid": gpu.gpu_id if gpu.gpu_id.startswith(("GPU-", "MIG-")) else None,
+                "name": gpu.name,
+                "obstacles": [
+                    {
+                        "kind": each.kind.value,
+                        "text": each.text,
+                        "actual": _finite(each.actual),
+                        "limit": _finite(each.limit),
+                    }
+                    for each in gpu.obstacles
+                ],
+            }
+            for gpu in explanation.gpus
+        ],
+    }
+
+
+def _finite(number: float | None) -> float | None:
+    """Who holds a GPU alone leaves infinitely little of it, for which JSON has no number."""
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _seconds(seconds: float) -> float:
+    return round(max(seconds, 0.0), 3)
+
+
+def _moment(at: float, now: float) -> str:
+    """On the wall's clock, as it is set now."""
+    moment = datetime.fromtimestamp(at + _boot_in_wall_time(time.time() - now), UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _boot_in_wall_time(measured: float) -> float:
+    """The same for all answers, so that one moment is always told alike, until somebody sets the clock."""
+    if abs(measured - _told.get("boot", 0.0)) > _CLOCK_WAS_SET_SECONDS:
+        _told["boot"] = measured
+    return _told["boot"]
+
+
+_CLOCK_WAS_SET_SECONDS: Final = 0.5
+_told: dict[str, float] = {}

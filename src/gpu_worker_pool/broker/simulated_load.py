@@ -1,0 +1,72 @@
+"""Who has simulated GPUs, for the reader that shows their load: real ones show it themselves."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.core import LeaseState
+from gpu_worker_pool.hardware.readers.simulated import Holder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from gpu_worker_pool.core import Lease
+
+#: How long a ledger that somebody has locked may delay the first reading.
+KNOWN_SECONDS: Final = 2.0
+#: Those who had a GPU until then may have left memory in use.
+MOST_ENDED: Final = 1000
+
+
+class SimulatedLoad:
+    """A desk tells it who holds what; the sampler's thread asks."""
+
+    def __init__(self, clock: Callable[[], float] = boot_time) -> None:
+        self._clock = clock
+        self._leases: dict[str, Lease] = {}
+        self._ended: deque[Holder] = deque(maxlen=MOST_ENDED)
+        #: Replaced as a whole, so that any thread may read it.
+        self._holders: tuple[Holder, ...] = ()
+        self._is_known = threading.Event()
+
+    @classmethod
+    def of(cls, backend: str) -> SimulatedLoad | None:
+        """None for GPUs that are real."""
+        return cls() if backend.startswith("simulated") else None
+
+    def take(self, leases: Iterable[Lease]) -> None:
+        """All there are, whenever one has changed, and when they are first known."""
+        held = {lease.lease_id: lease for lease in leases if lease.state is not LeaseState.OFFERED}
+        for lease_id, lease in self._leases.items():
+            if lease_id not in held:
+                self._ended.extend(_holders_of(lease, until=self._until(lease) or self._clock()))
+        self._leases = held
+        holding = [holder for lease in held.values() for holder in _holders_of(lease, until=self._until(lease))]
+        self._holders = (*self._ended, *holding)
+        self._is_known.set()
+
+    def holders(self) -> tuple[Holder, ...]:
+        """For any thread but the loop's. Read before it is known who holds them, GPUs would look idle to everybody."""
+        self._is_known.wait(KNOWN_SECONDS)
+        return self._holders
+
+    def _until(self, lease: Lease) -> float | None:
+        return lease.quarantine.since if lease.quarantine else None
+
+
+def _holders_of(lease: Lease, until: float | None) -> list[Holder]:
+    return [
+        Holder(
+            held.uuid or held.gpu_id,
+            lease.granted_at,
+            until,
+            lease.request.requirements.memory_mb,
+            # Not another one's: what came after a grant is told from what was there before by its pid.
+            pid=100_000 + lease.fence,
+            name=lease.worker,
+        )
+        for held in lease.held
+    ]

@@ -1,0 +1,65 @@
+"""Explanations of endpoints, gathered and shown."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpu_worker_pool.cli.failures import CommandError
+from gpu_worker_pool.cli.running.services import requirements_of
+from gpu_worker_pool.cli.statuses import Status
+from gpu_worker_pool.cli.tables import print_line, print_table
+from gpu_worker_pool.cli.views.lists import tell_failures
+from gpu_worker_pool.cli.views.queries import look
+from gpu_worker_pool.config import MultiEndpointConfigurationManager
+from gpu_worker_pool.leases.values import requirements_at
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpu_worker_pool.cli.views.queries import Body, Host
+
+
+class Explained(NamedTuple):
+    endpoint: str
+    body: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"endpoint": self.endpoint, **self.body}
+
+
+def explanations(
+    endpoints: Sequence[str], requirement_options: dict[str, Any], request_id: str | None
+) -> list[Explained]:
+    try:
+        requirements = requirements_of(requirement_options, MultiEndpointConfigurationManager())
+    except ValueError as error:
+        raise CommandError(str(error), Status.USAGE) from None
+
+    async def ask(host: Host) -> Body | None:
+        if request_id is not None:
+            return await host.explain_request(request_id)
+        here = requirements_at(host.endpoint.endpoint_id, requirements)
+        if here is None:
+            return None
+        return await host.explain_requirements(here)
+
+    seen = look(endpoints, ask)
+    tell_failures(seen)
+    found = [Explained(each.endpoint.endpoint_id, each.body) for each in seen if each.body is not None]
+    if not found:
+        what = f"no request {request_id!r} waits; gpu-pool queue lists those that do"
+        raise CommandError(what if request_id is not None else "no endpoint has a GPU of that name", Status.FAILED)
+    return found
+
+
+def explain_to_people(found: Sequence[Explained]) -> None:
+    for endpoint, body in found:
+        where = f"{endpoint}: " if len(found) > 1 else ""
+        print_line(f"{where}{body['summary']}")
+        free = "free" if body.get("impossible") else "free: it could be granted now"
+        rows = [
+            ["?" if gpu["gpu_id"] is None else str(gpu["gpu_id"]), gpu["name"] or "?", text]
+            for gpu in body["gpus"]
+            for text in ("; ".join(each["text"] for each in gpu["obstacles"]) or free,)
+        ]
+        print_table(("gpu", "name", "why not"), rows)

@@ -1,0 +1,88 @@
+"""A view of the endpoints that is kept up to date: on a terminal in place, elsewhere as one text after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.cli.printable import printable
+from gpu_worker_pool.cli.tables import is_pretty, make_console, make_table, plain_table, print_line
+from gpu_worker_pool.cli.views import overview
+from gpu_worker_pool.cli.views.queries import ask_all, check_any, open_hosts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rich.console import RenderableType
+
+    from gpu_worker_pool.cli.views.queries import Host, Seen, Unopened
+
+
+def show_live(endpoints: Sequence[str], interval_seconds: float, count: int | None, *, as_json: bool = False) -> None:
+    try:
+        asyncio.run(_show(endpoints, interval_seconds, count, as_json=as_json))
+    except KeyboardInterrupt:
+        return  # that is how one leaves it
+
+
+async def _show(endpoints: Sequence[str], interval_seconds: float, count: int | None, *, as_json: bool) -> None:
+    async with open_hosts(endpoints) as hosts:
+        if as_json or not is_pretty():
+            await _repeat(hosts, interval_seconds, count, _print_json if as_json else _print_plain)
+            return
+        from rich.live import Live
+
+        with Live(console=make_console(), screen=count is None, auto_refresh=False) as live:
+            await _repeat(
+                hosts, interval_seconds, count, lambda seen: live.update(rendered(overview.parts(seen)), refresh=True)
+            )
+
+
+async def _repeat(
+    hosts: Sequence[Host | Unopened], interval_seconds: float, count: int | None, show: Callable[[list[Seen]], object]
+) -> None:
+    number = 0
+    while True:
+        begun_at = time.monotonic()
+        seen = await ask_all(hosts, overview.everything_of)
+        if number == 0:
+            check_any(seen)  # later, what was there before may be there again
+        show(seen)
+        number += 1
+        if number == count:
+            return
+        await asyncio.sleep(max(interval_seconds - (time.monotonic() - begun_at), 0.05))
+
+
+def rendered(parts: Sequence[overview.Part]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    shown: list[RenderableType] = [Text(f"gpu-pool top   {datetime.now():%H:%M:%S}   Ctrl-C to leave", style="dim")]
+    for part in parts:
+        if part.rows:
+            shown.append(make_table(part.columns, part.rows, title=part.title))
+        else:
+            shown.append(Text(printable(" ".join(text for text in (part.title, part.nothing) if text))))
+    return Group(*shown)
+
+
+def _print_json(seen: list[Seen]) -> None:
+    """A line each time, so that whoever reads along knows where one ends."""
+    sys.stdout.write(json.dumps(overview.as_json(seen), allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def _print_plain(seen: list[Seen]) -> None:
+    print_line(f"{datetime.now():%H:%M:%S}")
+    for part in overview.parts(seen):
+        if part.title:
+            print_line(part.title)
+        for line in plain_table(part.columns, part.rows) if part.rows else [part.nothing]:
+            print_line(line)
+    print_line()
+    sys.stdout.flush()

@@ -1,0 +1,171 @@
+"""This host without a server, to be looked at: its readings and its ledger, told in the words of the HTTP API."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from gpu_worker_pool.api.gpu_rows import stats_body
+from gpu_worker_pool.api.lease_rows import explanation_body, lease_row, promise, queue_row
+from gpu_worker_pool.broker.local import LocalBroker
+from gpu_worker_pool.cli.endpoints import local_backend
+from gpu_worker_pool.cli.local_state import local_state_directory
+from gpu_worker_pool.cli.visible import within_visible_devices
+from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.core.settings import PoolSettings
+from gpu_worker_pool.errors import (
+    DriverError,
+    LedgerUnavailableError,
+    NotYourLeaseError,
+    ServiceRefusedError,
+    UnknownLeaseError,
+)
+from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable
+
+    from gpu_worker_pool.broker.broker import Waiting
+    from gpu_worker_pool.cli.views.queries import Body
+    from gpu_worker_pool.config import EndpointConfig
+    from gpu_worker_pool.core.assignments import Lease
+    from gpu_worker_pool.core.events import Request
+    from gpu_worker_pool.core.requirements import Requirements
+    from gpu_worker_pool.hardware.samples import HostSample
+
+T = TypeVar("T")
+
+FIRST_SAMPLE_SECONDS: Final = 5.0
+LEDGER_SECONDS: Final = 10.0
+
+
+@asynccontextmanager
+async def open_local_host(endpoint: EndpointConfig) -> AsyncIterator[LocalHost]:
+    try:
+        backend = local_backend()
+    except ValueError as error:
+        raise ServiceRefusedError(str(error)) from None
+    sampled = asyncio.Event()
+    broker = LocalBroker(
+        backend,
+        settings=PoolSettings(poll_seconds=1.0),
+        state_dir=str(local_state_directory()),
+        on_sample=lambda _: sampled.set(),
+    )
+    await broker.start()
+    try:
+        yield LocalHost(endpoint, broker, sampled)
+    finally:
+        await broker.stop()
+
+
+class LocalHost:
+    def __init__(self, endpoint: EndpointConfig, host: LocalBroker, sampled: asyncio.Event) -> None:
+        self.endpoint = endpoint
+        self._host = host
+        self._sampled = sampled
+
+    async def stats(self) -> Body:
+        sample = await self._sample()
+        assert isinstance(sample.answer, DriverAnswer)
+        leases = await self._leases()
+        promises: dict[str, list[dict[str, Any]]] = {}
+        for lease in leases:
+            for gpu_id in lease.gpu_ids:
+                promises.setdefault(gpu_id, []).append(promise(lease))
+        body = stats_body(sample, sample.answer.gpus, promises)
+        return {**body, "sample_age_seconds": round(max(boot_time() - sample.begun_at, 0.0), 3)}
+
+    async def leases(self) -> Body:
+        leases = await self._leases()
+        if leases:
+            await self._known_sample()
+        broker, sample = self._host.broker, self._host.seen.good
+        if sample is not None:
+            broker.usages.take(sample, leases)  # it may have come before it was known who holds what
+        return {"leases": [lease_row(lease, broker.usage_of(lease)) for lease in leases]}
+
+    async def queue(self) -> Body:
+        await self._known_sample()
+        return {"queue": [queue_row(waiting) for waiting in await self._queue()]}
+
+    async def explain_request(self, request_id: str) -> Body | None:
+        await self._known_sample()
+        broker = self._host.broker
+        explanation = await _in_time(broker.explain(request_id))
+        return None if explanation is None else explanation_body(request_id, explanation, broker.index_of)
+
+    async def explain_requirements(self, requirements: Requirements) -> Body:
+        sample = await self._sample()
+        assert isinstance(sample.answer, DriverAnswer)
+        requirements = within_visible_devices(requirements, sample.answer.gpus)
+        broker = self._host.broker
+        explanation = await _in_time(broker.explain_requirements(requirements))
+        return explanation_body("", explanation, broker.index_of)
+
+    async def release(self, lease_id: str) -> bool:
+        lease = next((lease for lease in await self._leases() if lease.lease_id == lease_id), None)
+        if lease is None:
+            return False
+        _check_ours(lease.request, f"lease {lease_id}")
+        try:
+            # Whose it is was looked at; and whoever may release it may also end a quarantine.
+            await self._host.broker.release(lease_id, None)
+        except UnknownLeaseError:
+            return False
+        return True
+
+    async def cancel(self, request_id: str) -> bool:
+        broker = self._host.broker
+        waiting = next((each for each in await self._queue() if each.request.request_id == request_id), None)
+        if waiting is None:
+            return False
+        _check_ours(waiting.request, f"request {request_id}")
+        return await broker.cancel(request_id, None)
+
+    # --- what must be known first ---
+
+    async def _leases(self) -> list[Lease]:
+        return await _in_time(self._host.broker.held())
+
+    async def _queue(self) -> list[Waiting]:
+        return await _in_time(self._host.broker.queue())
+
+    async def _known_sample(self) -> None:
+        """Whoever explains needs the readings, but can do without."""
+        try:
+            await self._sample()
+        except DriverError:
+            return
+
+    async def _sample(self) -> HostSample:
+        try:
+            async with asyncio.timeout(FIRST_SAMPLE_SECONDS):
+                await self._sampled.wait()
+        except TimeoutError:
+            raise DriverError("the driver does not answer; gpu-pool doctor looks closer") from None
+        seen = self._host.seen
+        if seen.good is None:
+            failure = seen.last.answer if seen.last is not None else None
+            assert isinstance(failure, DriverFailure)
+            raise DriverError(failure.message, code=failure.code)
+        return seen.good
+
+
+async def _in_time(looking: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout(LEDGER_SECONDS):
+            return await looking
+    except TimeoutError:
+        raise LedgerUnavailableError(
+            f"the ledger has not answered for {LEDGER_SECONDS:g} s; gpu-pool doctor looks closer"
+        ) from None
+
+
+def _check_ours(request: Request, what: str) -> None:
+    if os.getuid() == 0 or request.account == f"user:{os.getuid()}":
+        return
+    whose = "another user's" if request.account.startswith("user:") else "somebody's who asked a server for it"
+    raise NotYourLeaseError(f"{what} is {whose}: ask them ({request.worker_id or 'unnamed'}), or root")

@@ -1,0 +1,89 @@
+"""All there is to see of the endpoints at one moment: GPUs, who holds them, and who waits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpu_worker_pool.cli.views.cells import GPU_COLUMNS, WAITING_COLUMNS, gpu_rows, waiting_cells
+from gpu_worker_pool.errors import ServiceRefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpu_worker_pool.cli.views.queries import Host, Seen
+
+
+class Part(NamedTuple):
+    """A heading, and a table or what is said instead of one."""
+
+    title: str
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    nothing: str = ""
+
+
+async def everything_of(host: Host) -> dict[str, Any]:
+    """One endpoint's part of `gpu-pool status --json`."""
+    stats = await host.stats()
+    try:
+        leases, queue = await asyncio.gather(host.leases(), host.queue())
+    except ServiceRefusedError:
+        # A server that gives no leases has GPUs all the same.
+        return {**stats, "leases": None, "queue": None}
+    return {**stats, "leases": leases["leases"], "queue": queue["queue"]}
+
+
+def as_json(seen: Sequence[Seen]) -> dict[str, Any]:
+    return {
+        "endpoints": [
+            {"endpoint": each.endpoint.endpoint_id, "url": each.endpoint.url, "error": each.error, **(each.body or {})}
+            for each in seen
+        ]
+    }
+
+
+def parts(seen: Sequence[Seen]) -> list[Part]:
+    found: list[Part] = []
+    for each in seen:
+        name = each.endpoint.endpoint_id if each.endpoint.endpoint_id == "local" else each.endpoint.url
+        if each.error is not None:
+            found.append(Part(name, nothing=f"wrong: {each.error}"))
+            continue
+        body = each.body
+        leases, queue = body["leases"], body["queue"]
+        columns, rows = _gpu_table(body["gpus"], leases or ())
+        free = sum(1 for row in rows if row[columns.index("state")] == "free")
+        waiting = "" if queue is None else f", {len(queue)} waiting"
+        found.append(Part(f"{name}: {_counted(body['gpus'])}, {free} free{waiting}", columns, rows, "no GPU"))
+        if leases is None:
+            found.append(Part("", nothing="this server gives no leases"))
+        if queue:
+            found.append(Part("waiting", WAITING_COLUMNS, [waiting_cells(row) for row in queue[:MOST_WAITING]]))
+            if len(queue) > MOST_WAITING:
+                found.append(Part("", nothing=f"and {len(queue) - MOST_WAITING} more; gpu-pool queue lists them all"))
+    return found
+
+
+def _counted(gpus: Sequence[dict[str, Any]]) -> str:
+    names = {row["name"] for row in gpus}
+    what = names.pop() if len(names) == 1 else "GPUs"
+    return f"{len(gpus)} x {what}" if what != "GPUs" else f"{len(gpus)} GPUs"
+
+
+def _gpu_table(gpus: Sequence[dict[str, Any]], leases: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Names are told once where all are the same."""
+    columns, rows = list(GPU_COLUMNS), []
+    is_mixed = len({row["name"] for row in gpus}) > 1
+    if is_mixed:
+        columns.insert(1, "name")
+    for gpu in gpus:
+        for number, cells in enumerate(gpu_rows(gpu, leases)):
+            if is_mixed:
+                cells.insert(1, "" if number else gpu["name"])
+            rows.append(cells)
+    return columns, rows
+
+
+#: Whoever wants to see more of them asks for the queue.
+MOST_WAITING = 20

@@ -1,0 +1,70 @@
+"""Ending leases and requests, wherever they are."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpu_worker_pool.cli.statuses import Status, status_of
+from gpu_worker_pool.cli.views.queries import open_hosts, opened
+from gpu_worker_pool.errors import GPUWorkerPoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpu_worker_pool.cli.views.queries import Host, Unopened
+
+
+class Released(NamedTuple):
+    identifier: str
+    #: Where it was found; None if it was not.
+    endpoint: str | None = None
+    #: `lease` or `request`.
+    kind: str | None = None
+    #: Why not.
+    error: str | None = None
+    #: What that means to a script.
+    status: Status = Status.FAILED
+
+    @property
+    def is_done(self) -> bool:
+        return self.error is None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "id": self.identifier,
+            "released": self.is_done,
+            "endpoint": self.endpoint,
+            "kind": self.kind,
+            "error": self.error,
+        }
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"gpu-pool: {self.error}"
+        return f"{self.kind} {self.identifier} is {'released' if self.kind == 'lease' else 'taken out of the queue'}"
+
+
+def release_all(endpoints: Sequence[str], identifiers: Sequence[str]) -> list[Released]:
+    async def release() -> list[Released]:
+        async with open_hosts(endpoints) as hosts:
+            return [await _release(hosts, identifier) for identifier in identifiers]
+
+    return asyncio.run(release())
+
+
+async def _release(hosts: Sequence[Host | Unopened], identifier: str) -> Released:
+    errors, status = [], Status.FAILED
+    for host in hosts:
+        endpoint_id = host.endpoint.endpoint_id
+        try:
+            if await opened(host).release(identifier):
+                return Released(identifier, endpoint_id, "lease")
+            if await opened(host).cancel(identifier):
+                return Released(identifier, endpoint_id, "request")
+        except GPUWorkerPoolError as error:
+            errors.append(f"{endpoint_id}: {error}" if len(hosts) > 1 else str(error))
+            if error.retryable:  # it is away; whoever refuses has answered
+                status = status_of(error)
+    nowhere = f"there is no lease and no request {identifier!r}; gpu-pool leases and gpu-pool queue list what there is"
+    return Released(identifier, error="; ".join(errors) or nowhere, status=status)

@@ -1,0 +1,332 @@
+"""Which endpoints give leases, and so who gives a client its GPUs: their servers, this process, or either.
+
+Each is asked once, before its first readings count, and what it says holds for good: one that later fails to give
+leases fails, and is not used without.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+from inspect import iscoroutinefunction
+from typing import TYPE_CHECKING, Any
+
+from gpu_worker_pool.client import pool_metrics
+from gpu_worker_pool.client.lease_pool import LeasePool
+from gpu_worker_pool.client.manager import readings_of
+from gpu_worker_pool.config import LOCAL_ENDPOINT, is_loopback_url, is_private_url
+from gpu_worker_pool.core import Requirements, explain_requirements
+from gpu_worker_pool.errors import ServiceRefusedError
+from gpu_worker_pool.forks import Forked
+from gpu_worker_pool.leases.http import HTTPLeaseService
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from types import CodeType
+
+    from gpu_worker_pool.api.http_client import AsyncGPUStatsHTTPClient, Fetched, MultiEndpointHTTPClientPool
+    from gpu_worker_pool.client.default_endpoint import StatsClientWithURL
+    from gpu_worker_pool.client.endpoints import Endpoint
+    from gpu_worker_pool.client.lease_thread import LeaseThread
+    from gpu_worker_pool.client.manager import WorkerPoolManager
+    from gpu_worker_pool.client.same_gpus import SameGPUs
+    from gpu_worker_pool.config import Coordination, EndpointConfig, PoolConfig
+    from gpu_worker_pool.core import Explanation, Pool, PoolSettings, Waiter
+    from gpu_worker_pool.leases.local import LocalLeaseService
+    from gpu_worker_pool.leases.values import LeaseService
+    from gpu_worker_pool.models import GPUAssignment, GPUStats, PoolStatus
+
+logger = logging.getLogger(__name__)
+
+NOT_ONE_OF_SEVERAL = "local:// cannot be one of several: give it alone, as service_endpoint, or name a server's URL"
+#: What a server lists among its features that gives leases to whoever asks.
+LEASES = "leases"
+
+
+class Kind(Enum):
+    """How the GPUs of an endpoint are had."""
+
+    #: It has not been heard of yet.
+    UNDECIDED = "undecided"
+    LEASES = "leases"
+    #: It gives none: this process assigns its GPUs, as far as it can see who else uses them.
+    IN_PROCESS = "in_process"
+    #: It gives none, and is not to be used without.
+    REFUSED = "refused"
+
+
+class AsksForFeatures:
+    """Readings of an endpoint, the first of which come when `decided` was told its URL and its features."""
+
+    def __init__(
+        self, client: AsyncGPUStatsHTTPClient, decided: Callable[[str, frozenset[str] | None], object]
+    ) -> None:
+        self._client = client
+        self._decided: Callable[[str, frozenset[str] | None], object] | None = decided
+
+    @property
+    def url(self) -> str:
+        return self._client.url
+
+    async def fetch(self) -> Fetched:
+        if self._decided is None:
+            return await self._client.fetch()
+        features = await self._client.features()
+        fetched = await self._client.fetch()
+        # Not before: one that tells what it is and nothing else is not there.
+        self._decided(self._client.url, features)
+        self._decided = None
+        return fetched
+
+
+def _decide(coordination: Coordination, endpoint_id: str, url: str, features: frozenset[str] | None) -> Kind:
+    if features is not None and LEASES in features:
+        return Kind.LEASES
+    if coordination == "leases":
+        logger.error("%s", _refusal(endpoint_id, url, features))
+        return Kind.REFUSED
+    # An older server knows of nothing better, and whoever runs it neither.
+    level = logging.INFO if features is None else logging.WARNING
+    logger.log(
+        level,
+        "%s gives no leases%s: its GPUs are assigned within this program, which sees what others do only by the load",
+        endpoint_id,
+        _why(url, features),
+    )
+    return Kind.IN_PROCESS
+
+
+def _refusal(endpoint_id: str, url: str, features: frozenset[str] | None) -> ServiceRefusedError:
+    return ServiceRefusedError(
+        f'{endpoint_id} ({url}) gives no leases{_why(url, features)}; with coordination="auto" its GPUs would be '
+        "assigned within this program"
+    )
+
+
+def _why(url: str, features: frozenset[str] | None) -> str:
+    if features is None:
+        return " (it is an older server, or not one of ours)"
+    return "" if is_loopback_url(url) else " to other hosts unless keys are set there, in GPU_POOL_API_KEYS"
+
+
+class Coordinator:
+    """Belongs to the client's event loop, from its start to its stop."""
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        settings: PoolSettings,
+        manager: WorkerPoolManager,
+        *,
+        timeout_seconds: float,
+        tell_endpoints: Callable[[], str],
+        want_reading: Callable[[str], object],
+        on_lease_lost: Callable[[GPUAssignment], object] | None,
+        also_asking: Iterable[CodeType],
+        environ: Mapping[str, str] | None,
+        chosen: Callable[[LeasePool | Forked | None], object],
+    ) -> None:
+        """`chosen` is told whoever gives GPUs, and None where that is the manager alone."""
+        _check_callback(on_lease_lost)
+        _check_key(config)
+        _check_local(config)
+        self._chosen = chosen
+        self._config = config
+        self._environ = environ
+        self._manager = manager
+        self._timeout_seconds = timeout_seconds
+        self._make_pool = partial(
+            LeasePool,
+            manager,
+            settings,
+            lease_ttl=config.lease_ttl,
+            worker_timeout=config.worker_timeout,
+            pool_id=config.pool_id,
+            tell_endpoints=tell_endpoints,
+            want_reading=want_reading,
+            on_lease_lost=on_lease_lost,
+            also_asking=tuple(also_asking),
+        )
+        self._pool: LeasePool | None = None
+        self._local: LocalLeaseService | None = None
+        #: By endpoint id, how its GPUs are had.
+        self._kinds: dict[str, Kind] = {}
+
+    # --- life ---
+
+    def start(self) -> None:
+        self._kinds.clear()
+        self._local = None
+        self._pool = None if self._config.coordination == "local" else self._make_pool()
+        self._chosen(self._pool)
+
+    async def stop(self) -> None:
+        pool, self._pool = self._pool, None
+        self._chosen(None)
+        if pool is not None:
+            await pool.stop()
+
+    def forget(self) -> None:
+        """The event loop is closed, and everything that ran in it is gone."""
+        if self._pool is not None:
+            self._pool.forget()
+        self._pool = None
+        self._chosen(None)
+
+    def forked(self, pid: int) -> None:
+        if self._pool is not None:
+            self._pool.forked()
+        self._pool = None
+        self._chosen(Forked(pid))
+
+    # --- endpoints ---
+
+    def added(self, endpoint: Endpoint) -> None:
+        self._kinds[endpoint.endpoint_id] = Kind.UNDECIDED
+        self._manager.endpoint_lost(self._config.pool_id(endpoint.endpoint_id))  # what it has is not known yet
+        self._settle()
+        if endpoint.config.url == LOCAL_ENDPOINT:
+            self._decided(endpoint, LOCAL_ENDPOINT, frozenset({LEASES}))
+
+    def removed(self, endpoint: Endpoint) -> None:
+        self._kinds.pop(endpoint.endpoint_id, None)
+        self._manager.endpoint_lost(self._config.pool_id(endpoint.endpoint_id), is_removed=True)
+        if self._pool is not None:
+            self._pool.view.lost(self._config.pool_id(endpoint.endpoint_id), is_removed=True)
+            self._pool.removed(endpoint.endpoint_id)
+        self._settle()
+
+    def stats_client(
+        self, endpoint: Endpoint, config: EndpointConfig, http: MultiEndpointHTTPClientPool
+    ) -> StatsClientWithURL:
+        """The endpoint's readings, the first of which come when it is known what it offers."""
+        if config.url == LOCAL_ENDPOINT:
+            if self._config.multi_endpoint:
+                raise ValueError(NOT_ONE_OF_SEVERAL)
+            return self._local_service(endpoint.endpoint_id)
+        client = http.client_for(config)
+        return client if self._pool is None else AsksForFeatures(client, partial(self._decided, endpoint))
+
+    def _local_service(self, endpoint_id: str) -> LocalLeaseService:
+        if self._local is None:
+            # What reads hardware and keeps a ledger is not for those who ask servers.
+            from gpu_worker_pool.leases.local import LocalLeaseService, LocalSettings
+
+            assert self._pool is not None  # which was seen to when the client was made
+            settings = LocalSettings.from_environment(self._environ)
+            self._local = LocalLeaseService(endpoint_id, settings, self._pool.start_thread())
+        return self._local
+
+    def _decided(self, endpoint: Endpoint, url: str, features: frozenset[str] | None) -> None:
+        endpoint_id, pool = endpoint.endpoint_id, self._pool
+        if pool is None or endpoint_id not in self._kinds:
+            return  # it was removed, or everything stopped, meanwhile
+        kind = self._kinds[endpoint_id] = _decide(self._config.coordination, endpoint_id, url, features)
+        if kind is not Kind.IN_PROCESS:
+            self._manager.endpoint_lost(self._config.pool_id(endpoint.endpoint_id), is_removed=True)
+            pool.view.lost(self._config.pool_id(endpoint.endpoint_id))
+        if kind is Kind.LEASES:
+            pool.offered(endpoint_id, partial(self._lease_service, endpoint_id, url))
+        elif kind is Kind.REFUSED:
+            pool.refused(endpoint_id, _refusal(endpoint_id, url, features))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Whether anybody but the manager gives GPUs, or may yet be found to."""
+        if self._pool is None:
+            return
+        kinds = self._kinds.values()
+        self._pool.set_in_process(has_endpoints=Kind.UNDECIDED in kinds or Kind.IN_PROCESS in kinds)
+        is_needed = self._pool.is_needed or Kind.UNDECIDED in kinds
+        self._chosen(self._pool if is_needed else None)
+
+    def _lease_service(self, endpoint_id: str, url: str, thread: LeaseThread) -> LeaseService:
+        if url == LOCAL_ENDPOINT:
+            return self._local_service(endpoint_id)
+        return HTTPLeaseService(
+            endpoint_id,
+            url,
+            thread.session,
+            timeout_seconds=self._timeout_seconds,
+            api_key=self._config.api_key,
+            allow_insecure_key=self._config.allow_insecure_key,
+        )
+
+    # --- readings ---
+
+    def is_in_process(self, endpoint: Endpoint) -> bool:
+        return self._kinds.get(endpoint.endpoint_id) not in (Kind.LEASES, Kind.REFUSED)
+
+    def take(self, endpoint: Endpoint, stats: GPUStats, sent_at: float, same_gpus: SameGPUs) -> None:
+        pool, pool_id, endpoint_id = self._pool, self._config.pool_id(endpoint.endpoint_id), endpoint.endpoint_id
+        if pool is None or self.is_in_process(endpoint):
+            self._manager.update_stats(stats, endpoint_id=pool_id, age_seconds=time.monotonic() - sent_at)
+            return
+        if self._kinds[endpoint_id] is Kind.REFUSED:
+            rows = [replace(row, fault=row.fault or "its server gives no leases") for row in stats.gpus_summary]
+            stats = replace(stats, gpus_summary=rows)
+        pool.view.observe(pool_id, readings_of(stats, pool_id), sent_at - stats.sample_age_seconds)
+        pool.set_shadow(endpoint_id, is_shadow=same_gpus.is_shadow(endpoint_id, stats))
+        pool.answered(endpoint_id)
+
+    def lose(self, endpoint: Endpoint) -> None:
+        if self._pool is None or self.is_in_process(endpoint):
+            self._manager.endpoint_lost(self._config.pool_id(endpoint.endpoint_id))
+        else:
+            self._pool.view.lost(self._config.pool_id(endpoint.endpoint_id))
+
+    # --- looking ---
+
+    @property
+    def pools(self) -> list[Pool]:
+        """All that GPUs of the client are in; none is in two of them."""
+        mine = self._manager.pool
+        return [mine] if self._pool is None else [mine, self._pool.view.pool]
+
+    @property
+    def waiting(self) -> list[Waiter]:
+        here = self._manager.pool.queue.in_order()
+        return here if self._pool is None else [*here, *self._pool.waiting]
+
+    def get_pool_status(self) -> PoolStatus:
+        status = self._manager.get_pool_status()
+        return status if self._pool is None else pool_metrics.added(status, self._pool.get_pool_status())
+
+    def explain(self, **requirements: Any) -> Explanation:
+        explained = self._manager.explain(**requirements)
+        if self._pool is None:
+            return explained
+        now = self._manager.now
+        leased = explain_requirements(self._pool.view.at(now), Requirements(**requirements), now)
+        return pool_metrics.explained(leased, explained)
+
+
+def _check_callback(on_lease_lost: object) -> None:
+    if on_lease_lost is not None and not callable(on_lease_lost):
+        raise ValueError(f"on_lease_lost must be a function, not {on_lease_lost!r}")
+    if iscoroutinefunction(on_lease_lost):
+        raise ValueError("on_lease_lost is called, not awaited: use a plain function")
+
+
+def _check_local(config: PoolConfig) -> None:
+    if all(endpoint.url != LOCAL_ENDPOINT for endpoint in config.endpoints):
+        return
+    if config.multi_endpoint:
+        raise ValueError(NOT_ONE_OF_SEVERAL)
+    if config.coordination == "local":
+        raise ValueError('local:// gives leases, and with coordination="local" there are none: leave that out')
+
+
+def _check_key(config: PoolConfig) -> None:
+    """A key that would be needed for sure, and never be sent."""
+    if config.api_key is None or config.allow_insecure_key or config.coordination != "leases":
+        return
+    for endpoint in config.endpoints:
+        if not is_private_url(endpoint.url):
+            raise ValueError(
+                f"api_key would be sent to {endpoint.url} over plain http, where others can read it: use https://, or, "
+                "in a network you trust, allow_insecure_key=True"
+            )

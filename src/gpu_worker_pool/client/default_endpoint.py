@@ -1,0 +1,50 @@
+"""Where nothing is configured: the client's documented default is tried, then the server's, on this host."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+from gpu_worker_pool.config import EndpointConfig
+from gpu_worker_pool.errors import NetworkRetryableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gpu_worker_pool.api.http_client import Fetched
+
+logger = logging.getLogger(__name__)
+
+#: Documents disagree: a client looks at port 8080, and a server listens on 8000.
+SERVER_DEFAULT = EndpointConfig("localhost_8000", "http://localhost:8000")
+
+
+class StatsClientWithURL(Protocol):
+    @property
+    def url(self) -> str: ...
+
+    async def fetch(self) -> Fetched: ...
+
+
+class FirstThatAnswers:
+    """Asks one after the other until one answers, and from then on only that one; `chosen` is told its URL."""
+
+    def __init__(self, clients: Sequence[StatsClientWithURL], chosen: Callable[[str], object]) -> None:
+        self._clients = tuple(clients)
+        self._chosen = chosen
+
+    async def fetch(self) -> Fetched:
+        errors: list[NetworkRetryableError] = []
+        for client in self._clients:
+            try:
+                fetched = await client.fetch()
+            except NetworkRetryableError as error:
+                errors.append(error)
+                continue
+            if errors:
+                logger.warning("nothing is configured, and nothing answers at the default: using %s", client.url)
+            if len(self._clients) > 1:
+                self._clients = (client,)
+                self._chosen(client.url)
+            return fetched
+        raise errors[0] if len(errors) == 1 else NetworkRetryableError("; ".join(map(str, errors)))

@@ -1,0 +1,554 @@
+"""The pool in one process: turns calls into events, performs the effects, and decides nothing itself.
+
+It belongs to one event loop and may be called from that loop's thread only. Readings come from whoever has them:
+`update_stats` and `observe` take them by hand, `on_reading_wanted` is called when a fresh one is worth taking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from inspect import iscoroutinefunction
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from gpu_worker_pool.client import pool_events, pool_metrics
+from gpu_worker_pool.client.holders import Holders, shown
+from gpu_worker_pool.client.refusals import Refusals
+from gpu_worker_pool.clocks import LoopClock
+from gpu_worker_pool.config import EnvironmentConfigurationManager, MultiEndpointConfigurationManager
+from gpu_worker_pool.core import (
+    ANY_GPU,
+    Cancelled,
+    Ended,
+    Granted,
+    HolderGone,
+    Lease,
+    LeaseEnded,
+    LeaseState,
+    Observed,
+    Outcome,
+    Pool,
+    PoolSettings,
+    Reading,
+    ReadingWanted,
+    Released,
+    Request,
+    Requested,
+    Requirements,
+    Stopped,
+    Ticked,
+    Unreachable,
+    WakeAt,
+    explain_requirements,
+)
+from gpu_worker_pool.core.requirements import as_names
+from gpu_worker_pool.errors import (
+    AlreadyStartedError,
+    InvalidAssignmentError,
+    LeaseEndedError,
+    NotStartedError,
+    PoolStoppedError,
+    StaleAssignmentError,
+    WorkerTimeoutError,
+    WrongThreadError,
+)
+from gpu_worker_pool.models import GPUAssignment, WorkerInfo, gpu_id_in_pool, make_global_gpu_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import CodeType, TracebackType
+
+    from gpu_worker_pool.clocks import Clock, Timer
+    from gpu_worker_pool.config import ConfigurationManager
+    from gpu_worker_pool.core import Effect, Event, Explanation
+    from gpu_worker_pool.core.requirements import Policy
+    from gpu_worker_pool.models import GPUStats, PoolStatus
+
+__all__ = ["StaleAssignmentError", "WorkerPoolManager", "WorkerTimeoutError"]
+
+_log = logging.getLogger(__name__)
+
+REMEMBERED_OUTCOMES = 1000
+
+
+class WorkerPoolManager:
+    """Hands out GPUs to the workers of one process, first come first served.
+
+    >>> manager = WorkerPoolManager()
+    """
+
+    def __init__(
+        self,
+        config: ConfigurationManager | None = None,
+        *,
+        settings: PoolSettings | None = None,
+        worker_timeout: float | None = 300.0,
+        max_assignment_age_seconds: float | None = None,
+        on_reading_wanted: Callable[[str], object] | None = None,
+        tell_endpoints: Callable[[], str] = str,
+        also_asking: Iterable[CodeType] = (),
+        clock: Clock | None = None,
+    ) -> None:
+        """`settings` decides everything that `config` would, and more; `worker_timeout=None` waits for ever.
+
+        `max_assignment_age_seconds` takes GPUs back from workers that have had them for longer, once readings show
+        them empty. It is off unless given: training runs for days. `tell_endpoints` says who was asked for readings,
+        and what came of it, for errors. `also_asking`: coroutine functions that, run as a task, only pass an assignment
+        on, so that the task's end says nothing about who uses it.
+        """
+        if settings is None:
+            config = config or EnvironmentConfigurationManager()
+            settings = PoolSettings(
+                memory_threshold_percent=config.get_memory_threshold(),
+                utilization_threshold_percent=config.get_utilization_threshold(),
+                poll_seconds=config.get_polling_interval(),
+            )
+            if isinstance(config, MultiEndpointConfigurationManager):
+                settings = replace(settings, strategy=config.get_load_balancing_strategy())
+        # Within one process no id comes twice: only what went wrong is remembered, for late messages.
+        at_most = settings.remember_at_most or REMEMBERED_OUTCOMES
+        settings = replace(settings, remember_at_most=at_most, remembers_releases=False)
+        if worker_timeout is not None and not worker_timeout >= 0:
+            raise ValueError(f"worker_timeout must be a number of seconds, 0 or more, not {worker_timeout!r}")
+        if max_assignment_age_seconds is not None and not max_assignment_age_seconds > 0:
+            raise ValueError(f"max_assignment_age_seconds must be above 0, not {max_assignment_age_seconds!r}")
+        self._settings = settings
+        self._worker_timeout = worker_timeout
+        self._max_assignment_age_seconds = max_assignment_age_seconds
+        self._on_reading_wanted = on_reading_wanted
+        self._refusals = Refusals(tell_endpoints)
+        self._asking = frozenset({ASKING, *also_asking})
+        self._given_clock = clock
+        self._pool: Pool | None = None
+        # Names that no other pool gives, so that its assignments are not mistaken for ours.
+        self._prefix = f"worker-{secrets.token_hex(3)}-"
+        self._serial = 0
+
+    # ---- Life
+
+    async def start(self) -> None:
+        if self._pool is not None:
+            raise AlreadyStartedError
+        self._loop = asyncio.get_running_loop()
+        self._thread = get_ident()
+        self._clock: Clock = self._given_clock or LoopClock(self._loop)
+        self._now = self._clock.now
+        #: Those who wait in `request_gpu`, and those who want to be called back.
+        self._answers: dict[str, asyncio.Future[Lease | Ended]] = {}
+        self._workers: dict[str, tuple[Request, WorkerInfo, float]] = {}
+        self._waiting_workers: set[str] = set()
+        self._holders = Holders(self._loop, self._asking, self._is_forgotten, self._asker_finished)
+        self._timer: Timer | None = None
+        self._timer_at = 0.0
+        #: Asked for with every reading, not with every request.
+        self._is_talkative = pool_events.is_wanted()
+        self._pool = Pool(self._settings)
+        #: How often each of several endpoints was granted a request.
+        self.grants: dict[str, int] = {}
+
+    async def stop(self) -> None:
+        """End every request that waits. Does nothing to a manager that is not started."""
+        if self._pool is None:
+            return
+        self._running_pool()
+        self._apply(Stopped())
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        held = [f"{holder.lease.request.worker_id} ({shown(holder.lease)})" for holder in self._holders.values()]
+        if held:
+            _log.warning("stopped while GPUs were still assigned: %s", ", ".join(held))
+        self._holders.clear()
+        self._refusals.forget()
+        self._pool = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._pool is not None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the event loop it was started in was closed without stopping it."""
+        return self._pool is not None and self._loop.is_closed()
+
+    def forget(self) -> None:
+        """For one that is abandoned, or a forked copy: nobody who waited in that loop is left to be told."""
+        self._holders.clear()
+        self._pool = None
+
+    def check_here(self) -> None:
+        """Raise if this is not where it may be called from, before anything has changed."""
+        if self._pool is None:
+            return
+        try:
+            loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:  # none runs, and so none can be the wrong one
+            loop = None
+        if get_ident() != self._thread or loop not in (None, self._loop):
+            raise WrongThreadError
+
+    async def __aenter__(self) -> WorkerPoolManager:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    # ---- Asking
+
+    async def request_gpu(
+        self,
+        timeout: float | None = None,
+        *,
+        count: int = 1,
+        memory_mb: float | None = None,
+        share: bool = False,
+        min_free_memory_mb: float | None = None,
+        gpu_model: str | None = None,
+        only: Iterable[int | str] | None = None,
+        exclude: Iterable[int | str] | None = None,
+        priority: int = 0,
+        policy: Policy = "thresholds",
+        label: str | None = None,
+    ) -> GPUAssignment:
+        """Wait for a GPU, or several of one host, and have it until `release_gpu`.
+
+        Raises `WorkerTimeoutError` after `timeout` seconds (the pool's `worker_timeout` if None),
+        `ImpossibleRequestError` at once if no GPU can ever serve it, `PoolStoppedError` if the pool stops meanwhile.
+        """
+        pool = self._pool
+        if pool is None or get_ident() != self._thread:
+            raise self._unusable()
+        if (
+            count == 1
+            and memory_mb is None
+            and share is False
+            and min_free_memory_mb is None
+            and gpu_model is None
+            and only is None
+            and exclude is None
+            and priority == 0
+            and policy == "thresholds"
+        ):
+            requirements = ANY_GPU
+        else:
+            requirements = Requirements(
+                count=count,
+                memory_mb=memory_mb,
+                share=share,
+                min_free_memory_mb=min_free_memory_mb,
+                gpu_model=gpu_model,
+                only=None if only is None else as_names("only", only),
+                exclude=() if exclude is None else as_names("exclude", exclude),
+                priority=priority,
+                policy=policy,
+            )
+        self._serial = serial = self._serial + 1
+        name = f"{self._prefix}{serial}"
+        request = Request(name, requirements, name, "", label, self._max_assignment_age_seconds)
+        now = self._now()
+        deadline = self._deadline(timeout, now)
+        effects = pool.apply(Requested(request, deadline), now)
+        if len(effects) == 1 and type(granted := effects[0]) is Granted and granted.lease.request is request:
+            return self._hand_over(granted.lease)
+        self._answers[request.request_id] = answer = self._loop.create_future()
+        try:
+            self._perform_all(effects)
+            if self._is_talkative and not answer.done():
+                pool_events.blocked(name, requirements, len(pool.queue) - 1, pool.allocator.available(now))
+            answered = await answer
+        except BaseException:
+            # Cancelled or thrown away; whether it was granted in this very step, the pool knows, and takes it back.
+            self._answers.pop(name, None)
+            self._take_back(pool, name)
+            raise
+        if isinstance(answered, Ended):
+            raise self._refusals.error_of(pool, request, answered, self._now() - now)
+        if self._pool is not pool:
+            raise PoolStoppedError
+        return self._hand_over(answered)
+
+    def _take_back(self, pool: Pool, request_id: str) -> None:
+        if self._pool is pool:
+            with suppress(RuntimeError):  # the loop is closed: nobody can be told, and nothing is kept
+                self._apply(Cancelled(request_id))
+
+    def enqueue_worker(
+        self, worker: WorkerInfo, timeout: float | None = None, requirements: Requirements = ANY_GPU
+    ) -> None:
+        """Ask on behalf of a worker that wants to be called back; `release_worker` gives its GPU back."""
+        pool = self._running_pool()
+        if iscoroutinefunction(worker.callback) or iscoroutinefunction(worker.on_error):
+            raise ValueError(f"the callbacks of worker {worker.id!r} are called, not awaited: use plain functions")
+        if worker.id in self._holders or worker.id in self._waiting_workers:
+            raise ValueError(f"worker {worker.id!r} waits or holds a GPU already")
+        self._serial += 1
+        name = f"{self._prefix}{self._serial}"
+        request = Request(name, requirements, worker.id, "", None, self._max_assignment_age_seconds)
+        now = self._now()
+        deadline = self._deadline(timeout, now)
+        self._workers[request.request_id] = (request, worker, now)
+        self._waiting_workers.add(worker.id)
+        self._perform_all(pool.apply(Requested(request, deadline), now))
+
+    def _deadline(self, timeout: float | None, now: float) -> float | None:
+        if timeout is None:
+            timeout = self._worker_timeout
+        elif not _is_duration(timeout):
+            checked_timeout(timeout)
+        return None if timeout is None else now + timeout
+
+    def _hand_over(self, lease: Lease, worker: WorkerInfo | None = None) -> GPUAssignment:
+        assignment = self._holders.hand_over(lease, worker)
+        if endpoint_id := lease.endpoint_id:
+            self.grants[endpoint_id] = self.grants.get(endpoint_id, 0) + 1
+        if self._is_talkative:
+            pool_events.assigned(lease)
+        return assignment
+
+    # ---- Giving back
+
+    async def release_gpu(self, assignment: GPUAssignment) -> None:
+        """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back before."""
+        pool = self._pool
+        if pool is None or get_ident() != self._thread:
+            raise self._unusable()
+        lease = self._holders.lease_of(assignment)
+        if lease is None:
+            self._check_already_released(pool, assignment)
+        else:
+            self._release(pool, lease)
+
+    def release_worker(self, worker_id: str) -> None:
+        """Give back what a worker has that was enqueued to be called back."""
+        pool = self._running_pool()
+        holder = self._holders.get(worker_id)
+        if holder is None:
+            raise InvalidAssignmentError(f"worker {worker_id!r} holds no GPU of this pool")
+        self._release(pool, holder.lease)
+
+    def _release(self, pool: Pool, lease: Lease) -> None:
+        worker_id = lease.request.worker_id
+        del self._holders[worker_id]
+        try:
+            effects = pool.apply(Released(lease.lease_id), self._now())
+        except LeaseEndedError as error:
+            raise StaleAssignmentError(f"{worker_id}: {error}") from None
+        if effects:
+            self._perform_all(effects)
+        if self._is_talkative:
+            pool_events.released(lease, self._now() - lease.granted_at)
+
+    def _check_already_released(self, pool: Pool, assignment: GPUAssignment) -> None:
+        """Nobody holds it: harmless if it was released, an error if it was lost or never ours."""
+        worker_id = assignment.worker_id
+        known = pool.requests.get(worker_id)
+        if isinstance(known, Outcome) and known.lease_state in (LeaseState.RECLAIMED, LeaseState.LOST):
+            why = "; ".join(known.reasons)
+            raise StaleAssignmentError(f"{worker_id} no longer holds GPU {assignment.gpu_id}: {why}")
+        if isinstance(known, Lease) and known.quarantine is not None:
+            raise StaleAssignmentError(f"{worker_id} lost GPU {assignment.gpu_id}: {known.quarantine.reason}")
+        serial = worker_id.removeprefix(self._prefix)
+        was_ours = serial != worker_id and serial.isdecimal() and 0 < int(serial) <= self._serial
+        was_granted = known is None or (isinstance(known, Outcome) and known.lease is not None)
+        if not (was_ours and was_granted) or (assignment.fence or 0) > pool.fence:
+            raise InvalidAssignmentError(f"{worker_id} holds no GPU of this pool; was it assigned by another one?")
+
+    def _is_forgotten(self, lease: Lease, *, is_asker_known: bool) -> bool:
+        """Nothing refers to an assignment any more: say so, and whether it is taken back once its asker is done."""
+        if self._pool is None:
+            return False
+        known = self._pool.leases.lookup(lease.lease_id)
+        if known is None or not known.is_live:
+            return False  # it was taken back before, and that was told
+        until = "when the task that asked for it has finished and readings show the GPU empty"
+        if not is_asker_known:
+            until = "when the pool stops: which task uses it cannot be known"
+        dropped = "%s dropped its assignment of %s without release_gpu(); it is taken back %s"
+        _log.warning(dropped, lease.request.worker_id, shown(lease), until)
+        return is_asker_known
+
+    def _asker_finished(self, lease: Lease) -> None:
+        if self._pool is not None and lease.lease_id in self._pool.leases.by_id:
+            self._apply(HolderGone(lease.lease_id))
+
+    # ---- Readings
+
+    def update_stats(self, stats: GPUStats, *, endpoint_id: str = "", age_seconds: float = 0.0) -> None:
+        """Take in what a GPU statistics server said so many seconds ago."""
+        readings = readings_of(stats, endpoint_id)
+        self.observe(readings, endpoint_id=endpoint_id, age_seconds=age_seconds + stats.sample_age_seconds)
+
+    def observe(self, readings: Iterable[Reading], *, endpoint_id: str = "", age_seconds: float = 0.0) -> None:
+        """Take in readings of all GPUs of an endpoint, begun so many seconds ago."""
+        self._running_pool()
+        if not age_seconds >= 0:
+            raise ValueError(f"age_seconds must be 0 or more, not {age_seconds!r}")
+        readings = tuple(readings)
+        for reading in readings:
+            # Assignments are named by these; better to refuse a reading than a worker.
+            if endpoint_id and reading.gpu_id != (name := make_global_gpu_id(endpoint_id, reading.index)):
+                raise ValueError(f"gpu_id must be {name!r} here, endpoint and index, not {reading.gpu_id!r}")
+        self._is_talkative = pool_events.is_wanted()
+        self._refusals.forget()
+        self._apply(Observed(endpoint_id, readings, self._now() - age_seconds))
+
+    def endpoint_lost(self, endpoint_id: str = "", *, is_removed: bool = False) -> None:
+        """An endpoint does not answer, or not yet: nothing is assigned there until it is read.
+
+        Until then nobody can know what it has, so that no request is called impossible; unless it is removed.
+        """
+        self._running_pool()
+        self._apply(Unreachable(endpoint_id, is_removed))
+
+    # ---- Looking
+
+    def get_pool_status(self) -> PoolStatus:
+        pool = self._running_pool()
+        enqueued = {name: holder.worker[0] for name, holder in self._holders.items() if holder.worker is not None}
+        return pool_metrics.pool_status(pool, self._now(), len(pool.queue), enqueued)
+
+    @property
+    def pool(self) -> Pool:
+        """To look at, in this moment; only the manager changes it."""
+        return self._running_pool()
+
+    @property
+    def now(self) -> float:
+        return self._now()
+
+    def explain(self, **requirements: Any) -> Explanation:
+        """Why somebody who asked for this now would wait: GPU by GPU, with the numbers."""
+        return explain_requirements(self._running_pool(), Requirements(**requirements), self._now())
+
+    # ---- Effects
+
+    def _apply(self, event: Event) -> None:
+        assert self._pool is not None  # whoever calls this has looked
+        self._perform_all(self._pool.apply(event, self._now()))
+
+    def _perform_all(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Granted):
+                self._tell_granted(effect.lease)
+            elif isinstance(effect, Ended):
+                self._tell_ended(effect)
+            elif isinstance(effect, WakeAt):
+                self._wake_at(effect.at)
+            elif isinstance(effect, ReadingWanted):
+                self._want_reading(effect.endpoint_id)
+            elif isinstance(effect, LeaseEnded):
+                self._tell_lost(effect)
+
+    def _want_reading(self, endpoint_id: str) -> None:
+        if self._on_reading_wanted is not None:
+            try:
+                self._on_reading_wanted(endpoint_id)
+            except Exception:
+                # Whoever reads may fail; those to whom something was granted must be told all the same.
+                _log.exception("no fresh reading of %s", endpoint_id or "the GPUs")
+
+    def _tell_granted(self, lease: Lease) -> None:
+        request_id = lease.request.request_id
+        answer = self._answers.pop(request_id, None)
+        if answer is None:
+            _, worker, _ = self._workers.pop(request_id)
+            self._waiting_workers.discard(worker.id)
+            assignment = self._hand_over(lease, worker)
+            self._loop.call_soon(worker.callback, assignment.gpu_id)
+        elif not answer.done():
+            answer.set_result(lease)
+        # else it was cancelled, and gives the GPU back itself as soon as it runs
+
+    def _tell_ended(self, ended: Ended) -> None:
+        answer = self._answers.pop(ended.request_id, None)
+        if answer is not None:
+            if not answer.done():
+                answer.set_result(ended)
+        elif ended.request_id in self._workers:
+            request, worker, asked_at = self._workers.pop(ended.request_id)
+            self._waiting_workers.discard(worker.id)
+            waited = self._now() - asked_at
+            error = self._refusals.error_of(self._running_pool(), request, ended, waited)
+            self._loop.call_soon(worker.on_error, error)
+        # else it was cancelled, and knows
+
+    def _tell_lost(self, effect: LeaseEnded) -> None:
+        worker_id = effect.lease.request.worker_id
+        if effect.state is LeaseState.QUARANTINED:
+            _log.warning("%s lost %s: %s", worker_id, shown(effect.lease), effect.reason)
+        else:
+            _log.warning("%s taken back from %s: %s", shown(effect.lease), worker_id, effect.reason)
+            holder = self._holders.get(worker_id)
+            if holder is not None and holder.lease.lease_id == effect.lease.lease_id:
+                del self._holders[worker_id]
+
+    def _wake_at(self, at: float) -> None:
+        if self._timer is not None:
+            if self._timer_at <= at:
+                return
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._clock.call_at(at, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self._pool is not None:
+            # Loops round: a timer may come a moment early, and what is due must not wait for the next one.
+            self._perform_all(self._pool.apply(Ticked(), max(self._now(), self._timer_at)))
+
+    # ---- Whether it may be called at all
+
+    def _running_pool(self) -> Pool:
+        if self._pool is None or get_ident() != self._thread:
+            raise self._unusable()
+        return self._pool
+
+    def _unusable(self) -> NotStartedError | WrongThreadError:
+        return NotStartedError() if self._pool is None else WrongThreadError()
+
+
+def readings_of(stats: GPUStats, endpoint_id: str = "") -> list[Reading]:
+    """What a GPU statistics server said, as the core understands it."""
+    return [
+        Reading(
+            gpu_id=gpu_id_in_pool(endpoint_id, info.gpu_id),
+            index=info.gpu_id,
+            name=info.name,
+            uuid=info.uuid,
+            memory_total_mb=info.memory_total_mb,
+            memory_used_mb=info.memory_used_mb,
+            memory_usage_percent=info.memory_usage_percent,
+            utilization_percent=info.utilization_percent,
+            reports_utilization=info.reports_utilization,
+            fault=info.fault,
+            # How many says who only where there are none.
+            processes=() if info.process_count == 0 else None,
+            is_promised_elsewhere=info.leased,
+        )
+        for info in stats.gpus_summary
+    ]
+
+
+def checked_timeout(timeout: float) -> float:
+    if not _is_duration(timeout):
+        raise ValueError(f"timeout must be a number of seconds, 0 or more, not {timeout!r}")
+    return timeout
+
+
+def _is_duration(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 <= value <= sys.float_info.max or value == math.inf
+
+
+#: What a task runs that only asks.
+ASKING = WorkerPoolManager.request_gpu.__code__

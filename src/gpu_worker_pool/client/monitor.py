@@ -1,0 +1,328 @@
+"""Monitors: ask endpoints again and again, and tell who wants to know what they said.
+
+One fetch of an endpoint is in flight at a time, and serves everybody who asks meanwhile. A slow endpoint delays no
+other. An endpoint that fails is asked as its breaker says; one that comes back beside others comes back gradually.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from gpu_worker_pool.core.backoff import backoff_seconds
+from gpu_worker_pool.core.breaker import BreakerState
+from gpu_worker_pool.errors import (
+    NetworkRetryableError,
+    RetryableError,
+    ServiceRefusedError,
+    ServiceRetryableError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable
+
+    from gpu_worker_pool.api.http_client import Fetched
+    from gpu_worker_pool.client.endpoints import Endpoint
+    from gpu_worker_pool.models import GPUStats
+
+logger = logging.getLogger(__name__)
+
+#: An endpoint that came back has all its GPUs in the pool again after so long.
+RETURN_SECONDS = 10.0
+#: And is asked so often meanwhile.
+RETURN_POLL_SECONDS = 1.0
+#: Whatever goes wrong, the monitor does not spin.
+SHORTEST_TURN_SECONDS = 0.01
+#: A server that asks for more than this is given up on for now, rather than waited for in the middle of a fetch.
+LONGEST_RETRY_SECONDS = 10.0
+
+
+class StatsClient(Protocol):
+    async def fetch(self) -> Fetched: ...
+
+
+class GPUMonitor:
+    """Keeps asking one endpoint.
+
+    `on_stats(endpoint, fetched, since_return)` and `on_lost(endpoint)` are called in the loop's thread;
+    `since_return` is how long ago the endpoint came back, while that matters. `callbacks`, a list that several
+    monitors may share, and those given to `add_callback` get the statistics alone.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        client: StatsClient,
+        *,
+        polling_interval: float,
+        max_retries: int,
+        health_check_interval: float,
+        on_stats: Callable[[Endpoint, Fetched, float | None], object],
+        on_lost: Callable[[Endpoint], object],
+        callbacks: list[Callable[[GPUStats], object]] | None = None,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self.endpoint = endpoint
+        self._client = client
+        self._polling_interval = polling_interval
+        #: As long as its readings can be used (rule 1).
+        self._silence_seconds = max(3 * polling_interval, 15.0)
+        self._max_retries = max_retries
+        self._health_check_interval = health_check_interval
+        self._on_stats = on_stats
+        self._on_lost = on_lost
+        self._draw = draw
+        self._callbacks = [] if callbacks is None else callbacks
+        self._woken = asyncio.Event()
+        self._next_fetch: asyncio.Future[None] | None = None
+        #: When it was found to be back, while it still comes back.
+        self._returned_at: float | None = None
+        self._problems: tuple[str, ...] = ()
+        self._has_verdict = False
+        self._bug = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"gpu-monitor {self.endpoint.endpoint_id}")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        self._tell_waiting()
+
+    def add_callback(self, callback: Callable[[GPUStats], object]) -> None:
+        self._callbacks.append(callback)
+
+    def remove_callback(self, callback: Callable[[GPUStats], object]) -> None:
+        self._callbacks.remove(callback)
+
+    @property
+    def current_stats(self) -> GPUStats | None:
+        fetched = self.endpoint.last_fetched
+        return None if fetched is None else fetched.stats
+
+    def wake(self) -> None:
+        """Ask now instead of at the next turn; an endpoint whose breaker is open is left alone."""
+        if self.endpoint.breaker.state(time.monotonic()) is BreakerState.CLOSED:
+            self._woken.set()
+
+    async def next_fetch(self) -> None:
+        """Wait for the fetch that comes next, or that is under way, to end well or not."""
+        if self._next_fetch is None:
+            self._next_fetch = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._next_fetch)
+
+    def recover(self) -> None:
+        """Ask now, whatever the breaker says; or as soon as what is under way has ended."""
+        self.endpoint.breaker.probe_soon(time.monotonic())
+        self._woken.set()
+
+    # --- one turn after the other ---
+
+    async def _run(self) -> None:
+        while True:
+            self._woken.clear()
+            if await self._turn():
+                self._tell_waiting()
+            try:
+                async with asyncio.timeout(self._seconds_to_next_turn()):
+                    await self._woken.wait()
+            except TimeoutError:
+                pass
+
+    async def _turn(self) -> bool:
+        """Whether the endpoint was asked."""
+        breaker = self.endpoint.breaker
+        state = breaker.state(time.monotonic())
+        if not breaker.try_enter(time.monotonic()):
+            return False
+        self._has_verdict = False
+        silence = self._watch_for_silence()
+        try:
+            await self._ask(is_probe=state is BreakerState.HALF_OPEN)
+        except Exception as error:
+            # A bug of ours, or of whoever is told: one bad turn must not be the last one, nor look like a good one.
+            if repr(error) != self._bug:
+                self._bug = repr(error)
+                logger.exception("asking %s failed", self.endpoint.endpoint_id)
+            self.endpoint.failed(error)
+            self._lose(error)
+        finally:
+            if silence is not None:
+                silence.cancel()
+            if not self._has_verdict:
+                breaker.left()
+        self._log_breaker(state)
+        return True
+
+    def _watch_for_silence(self) -> asyncio.TimerHandle | None:
+        """An endpoint that was well and says nothing any more is lost before the last retry has timed out."""
+        answered_at = self.endpoint.answered_at
+        if answered_at is None or self.endpoint.is_lost:
+            return None
+        return asyncio.get_running_loop().call_later(
+            max(answered_at + self._silence_seconds - time.monotonic(), 0.0), self._fall_silent
+        )
+
+    def _fall_silent(self) -> None:
+        answered_at = self.endpoint.answered_at or 0.0
+        error = NetworkRetryableError(f"no answer for {time.monotonic() - answered_at:.0f} s")
+        self.endpoint.last_error = str(error)
+        self._lose(error)
+
+    async def _ask(self, *, is_probe: bool) -> None:
+        breaker = self.endpoint.breaker
+        attempt = 0
+        while True:
+            try:
+                fetched = await self._client.fetch()
+            except ServiceRefusedError as error:
+                # It is there and does not want us: no reason to leave it alone, and none to use it.
+                self.endpoint.failed(error)
+                breaker.succeeded(time.monotonic())
+                self._has_verdict = True
+                self._lose(error)
+                return
+            except RetryableError as error:
+                self.endpoint.failed(error)
+                delay = backoff_seconds(attempt, self._draw())
+                asked_for = error.retry_after_seconds if isinstance(error, ServiceRetryableError) else None
+                delay = max(delay, asked_for or 0.0)
+                if is_probe or attempt >= self._max_retries or delay > LONGEST_RETRY_SECONDS:
+                    now = time.monotonic()
+                    breaker.failed(now, self._draw(), not_before=now + (asked_for or 0.0))
+                    breaker.probe_by(now + self._health_check_interval)
+                    self._has_verdict = True
+                    self._lose(error)
+                    return
+                attempt += 1
+                await asyncio.sleep(delay)
+            else:
+                breaker.succeeded(time.monotonic())
+                self._has_verdict = True
+                self._take(fetched)
+                return
+
+    def _seconds_to_next_turn(self) -> float:
+        retry_at = self.endpoint.breaker.retry_at
+        if retry_at is not None:
+            wait = retry_at - time.monotonic()
+        elif self._returned_at is not None:
+            wait = min(RETURN_POLL_SECONDS, self._polling_interval)
+        else:
+            wait = self._polling_interval
+        return max(wait, SHORTEST_TURN_SECONDS)
+
+    def _log_breaker(self, before: BreakerState) -> None:
+        endpoint_id, after = self.endpoint.endpoint_id, self.endpoint.breaker.state(time.monotonic())
+        if after is not before:
+            extra = {"event": "breaker", "endpoint_id": endpoint_id, "before": before.value, "after": after.value}
+            logger.info("the breaker of %s was %s and is %s", endpoint_id, before.value, after.value, extra=extra)
+
+    # --- what came of it ---
+
+    def _take(self, fetched: Fetched) -> None:
+        endpoint = self.endpoint
+        was_lost = endpoint.is_lost
+        endpoint.answered(fetched)
+        if fetched.problems != self._problems:  # said once, not with every poll
+            self._problems = fetched.problems
+            for problem in fetched.problems:
+                logger.warning("%s: %s", endpoint.endpoint_id, problem)
+        if was_lost:
+            self._returned_at = time.monotonic()
+            logger.info(
+                "endpoint %s is back",
+                endpoint.endpoint_id,
+                extra={"event": "endpoint_up", "endpoint_id": endpoint.endpoint_id},
+            )
+        since_return = None if self._returned_at is None else time.monotonic() - self._returned_at
+        if since_return is not None and since_return >= RETURN_SECONDS:
+            self._returned_at = since_return = None
+        self._on_stats(endpoint, fetched, since_return)
+        for callback in list(self._callbacks):
+            try:
+                callback(fetched.stats)
+            # Nobody cancels us in here: it is the callback's own, of something it looked at.
+            except (Exception, asyncio.CancelledError):
+                logger.exception("a callback for new statistics failed")
+
+    def _lose(self, error: Exception) -> None:
+        endpoint = self.endpoint
+        if not endpoint.is_lost:
+            endpoint.lost()
+            state = endpoint.breaker.state(time.monotonic()).value
+            logger.warning(
+                "endpoint %s is down: %s",
+                endpoint.endpoint_id,
+                error,
+                extra={"event": "endpoint_down", "endpoint_id": endpoint.endpoint_id, "breaker": state},
+            )
+        self._returned_at = None
+        self._on_lost(endpoint)
+
+    def _tell_waiting(self) -> None:
+        waiting, self._next_fetch = self._next_fetch, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+
+class MultiEndpointGPUMonitor:
+    """A monitor for each of several endpoints."""
+
+    def __init__(self, monitors: Iterable[GPUMonitor]) -> None:
+        self._monitors = {monitor.endpoint.endpoint_id: monitor for monitor in monitors}
+
+    def start(self) -> None:
+        for monitor in self._monitors.values():
+            monitor.start()
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(monitor.stop() for monitor in self._monitors.values()))
+
+    def add(self, monitor: GPUMonitor) -> None:
+        self._monitors[monitor.endpoint.endpoint_id] = monitor
+        monitor.start()
+
+    def remove(self, endpoint_id: str) -> GPUMonitor:
+        """Leaves it to the caller to stop it."""
+        return self._monitors.pop(endpoint_id)
+
+    def get(self, endpoint_id: str) -> GPUMonitor | None:
+        return self._monitors.get(endpoint_id)
+
+    async def next_fetches(self, timeout_seconds: float) -> None:
+        """Wait until every endpoint has been asked once more, but no longer than that."""
+        waiting = [asyncio.ensure_future(monitor.next_fetch()) for monitor in self._monitors.values()]
+        if not waiting:
+            return
+        try:
+            await asyncio.wait(waiting, timeout=timeout_seconds)
+        finally:
+            for one in waiting:
+                one.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def coming_back(stats: GPUStats, since_return_seconds: float, in_use_before: Container[int] = ()) -> GPUStats:
+    """Of an endpoint that has just come back, the GPUs that may be used already; the others say when.
+
+    One at once, all after `RETURN_SECONDS`: otherwise everybody who waits would be sent to it in one moment. Those
+    that were in use when it came back, or are faulty, are nobody's to rush at, and do not count.
+    """
+    usable = [row for row in stats.gpus_summary if row.fault is None and row.gpu_id not in in_use_before]
+    joined = max(1, math.floor(len(usable) * since_return_seconds / RETURN_SECONDS))
+    if joined >= len(usable):
+        return stats
+    left = max(RETURN_SECONDS - since_return_seconds, 0.0)
+    fault = f"its server has just come back; it joins the pool within {math.ceil(left)} s"
+    waiting = {row.gpu_id for row in usable[joined:]}
+    rows = [replace(row, fault=fault) if row.gpu_id in waiting else row for row in stats.gpus_summary]
+    return replace(stats, gpus_summary=rows)

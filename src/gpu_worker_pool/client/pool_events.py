@@ -1,0 +1,44 @@
+"""What happens to workers, for the log: a sentence for people, and its parts as attributes of the record for programs.
+
+Every record has `event` (assigned, released, blocked, unblocked) and `worker_id`. At level INFO: quiet by default.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.client.holders import shown
+
+if TYPE_CHECKING:
+    from gpu_worker_pool.core import Lease, Requirements
+
+logger = logging.getLogger("gpu_worker_pool.worker_pool_manager")
+
+
+def is_wanted() -> bool:
+    """Worth asking before the rest is looked up: most programs do not listen."""
+    return logger.isEnabledFor(logging.INFO)
+
+
+def blocked(worker_id: str, requirements: Requirements, others_waiting: int, free_gpus: int, why: str = "") -> None:
+    """`why`: GPU by GPU, where somebody else has told it."""
+    reason = f"{free_gpus} GPUs are free, {others_waiting} others wait" + (f"; {why}" if why else "")
+    extra = {"event": "blocked", "worker_id": worker_id, "reason": reason}
+    logger.info("%s waits for %s; %s", worker_id, requirements, reason, extra=extra)
+
+
+def assigned(lease: Lease, *, was_blocked: bool = True) -> None:
+    worker_id = lease.request.worker_id
+    waited = lease.granted_at - lease.requested_at
+    if waited > 0 and was_blocked:
+        extra = {"event": "unblocked", "worker_id": worker_id, "waited_seconds": waited}
+        logger.info("%s has waited %.3f s", worker_id, waited, extra=extra)
+    extra = {"event": "assigned", "worker_id": worker_id, "gpu_ids": lease.gpu_ids, "endpoint_id": lease.endpoint_id}
+    logger.info("%s was assigned %s", worker_id, shown(lease), extra=extra)
+
+
+def released(lease: Lease, held_seconds: float) -> None:
+    worker_id = lease.request.worker_id
+    extra = {"event": "released", "worker_id": worker_id, "gpu_ids": lease.gpu_ids, "held_seconds": held_seconds}
+    logger.info("%s released %s after %.3f s", worker_id, shown(lease), held_seconds, extra=extra)

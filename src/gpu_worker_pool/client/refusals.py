@@ -1,0 +1,73 @@
+"""What a request that was not granted is told: who waited, for what, how long, and why, GPU by GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpu_worker_pool.core import RequestState, explain_requirements
+from gpu_worker_pool.errors import (
+    ImpossibleRequestError,
+    PoolStoppedError,
+    RequestCancelledError,
+    RequestGivenUpError,
+    ServiceUnavailableTimeoutError,
+    WorkerTimeoutError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpu_worker_pool.core import Ended, Pool, Request, Requirements
+
+#: An error explains so many GPUs one by one.
+MOST_GPUS_TOLD = 16
+
+
+class Refusals:
+    """Makes the errors of one pool; `tell_endpoints` says which endpoints do not answer, and what they said."""
+
+    def __init__(self, tell_endpoints: Callable[[], str]) -> None:
+        self._tell_endpoints = tell_endpoints
+        #: What is said of wishes, at one moment.
+        self._explained_at: object = None
+        self._explained: dict[Requirements, str] = {}
+
+    def forget(self) -> None:
+        """Something has changed that shows in no count."""
+        self._explained.clear()
+
+    def error_of(
+        self, pool: Pool, request: Request, ended: Ended, waited_seconds: float, why_not: str | None = None
+    ) -> Exception:
+        """`why_not`: where somebody knows it better than `pool`."""
+        who = f"{request.worker_id}, which waited {waited_seconds:.1f} s for {request.requirements}"
+        if ended.state is RequestState.REJECTED:
+            return ImpossibleRequestError(reasons=ended.reasons)
+        if ended.state is RequestState.STOPPED:
+            waited = f"{request.worker_id} waited ({waited_seconds:.1f} s) for {request.requirements}"
+            return PoolStoppedError(f"the pool was stopped while {waited}")
+        if ended.state is RequestState.CANCELLED:
+            return RequestCancelledError()
+        if ended.state is RequestState.GIVEN_UP:
+            return RequestGivenUpError()
+        told = self._tell_endpoints()
+        if not any(endpoint.is_answering for endpoint in pool.allocator.endpoints.values()):
+            return ServiceUnavailableTimeoutError(
+                f"no GPU in time for {who}: no GPU service answered{': ' if told else ''}{told}"
+            )
+        silent = f"\n  no answer from {told}" if told else ""
+        why_not = self._why_not(pool, request.requirements) if why_not is None else why_not
+        return WorkerTimeoutError(f"no GPU in time for {who}:{why_not}{silent}")
+
+    def _why_not(self, pool: Pool, requirements: Requirements) -> str:
+        # Very many may time out in one moment; they are told the same, which is found out once.
+        moment = (pool.now, pool.fence, len(pool.leases))
+        if self._explained_at != moment:
+            self._explained_at, self._explained = moment, {}
+        text = self._explained.get(requirements)
+        if text is None:
+            gpus = explain_requirements(pool, requirements, pool.now).gpus
+            shown = "".join(f"\n  {gpu}" for gpu in gpus[:MOST_GPUS_TOLD])
+            more = f"\n  and {len(gpus) - MOST_GPUS_TOLD} more" if len(gpus) > MOST_GPUS_TOLD else ""
+            text = self._explained[requirements] = f"{shown}{more}" if gpus else " there are no GPUs"
+        return text

@@ -1,0 +1,26 @@
+"""A dict that notes what was set in it, so that only what has changed needs to be written and told."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class ChangeTracker(dict[K, V]):
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: dict[K, V] = {}
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self._noted[key] = value
+
+    def take_notes(self) -> dict[K, V]:
+        """What was set since the last call; also what was removed again, as it was before that."""
+        noted, self._noted = self._noted, {}
+        return noted
+
+    def forget_note(self, key: K) -> None:
+        self._noted.pop(key, None)
