@@ -62,7 +62,7 @@ def is_gone(receive: Receive) -> bool:
 
 
 class DisconnectWatch:
-    """`with DisconnectWatch(receive):` what is awaited in it ends with `CallerGoneError` as soon as the caller has gone."""
+    """`with DisconnectWatch(receive):` awaits inside end with `CallerGoneError` as soon as the caller disconnects."""
 
     __slots__ = ("_is_gone", "_receive", "_task", "_timer", "_watch")
 
