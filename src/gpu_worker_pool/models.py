@@ -198,9 +198,11 @@ class GPUAssignment:
         self._check_gpu_id("gpu_id", self.gpu_id)
         _check_text("worker_id", self.worker_id)
         _check_datetime("assigned_at", self.assigned_at)
-        object.__setattr__(self, "gpu_ids", tuple(self.gpu_ids) or (self.gpu_id,))
-        if len(self.gpu_ids) > 1 or self.gpu_ids[0] != self.gpu_id:
+        object.__setattr__(self, "gpu_ids", tuple(self.gpu_ids))
+        if self.gpu_ids:
             self._check_gpu_ids()
+        else:
+            object.__setattr__(self, "gpu_ids", (self.gpu_id,))
         if self.gpu_uuids:
             object.__setattr__(self, "gpu_uuids", tuple(self.gpu_uuids))
             self._check_gpu_uuids()
@@ -347,10 +349,12 @@ def make_assignment(
         "_lease_health": lease_health,
     }
     if not endpoint_id:
-        indices = tuple([gpu.index for gpu in gpus])
-        return GPUAssignment(first, worker_id, assigned_at, gpu_ids=indices, **details)
-    names = tuple([f"{endpoint_id}:{gpu.index}" for gpu in gpus])
-    return GlobalGPUAssignment(names[0], endpoint_id, first, worker_id, assigned_at, gpu_ids=names, **details)
+        if len(gpus) > 1:
+            details["gpu_ids"] = tuple(gpu.index for gpu in gpus)
+        return GPUAssignment(first, worker_id, assigned_at, **details)
+    if len(gpus) > 1:
+        details["gpu_ids"] = tuple(f"{endpoint_id}:{gpu.index}" for gpu in gpus)
+    return GlobalGPUAssignment(f"{endpoint_id}:{first}", endpoint_id, first, worker_id, assigned_at, **details)
 
 
 def _do_nothing(_: object) -> None:
