@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.config import is_private_url
+from gpu_worker_pool.environment import Environment, parse_bool
 from gpu_worker_pool.errors import ServiceRefusedError
 
 if TYPE_CHECKING:
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 _OLD_SECONDS: Final = 7 * 24 * 3600.0
 
 
-def allows_insecure_key() -> bool:
-    return os.environ.get("GPU_POOL_ALLOW_INSECURE_KEY", "").strip().lower() in ("1", "true", "yes", "on")
+def allows_insecure_key(environment: Environment | None = None) -> bool:
+    return (environment or Environment()).get("GPU_POOL_ALLOW_INSECURE_KEY", default=False, parse=parse_bool)
 
 
 def admin_key() -> str | None:
-    return os.environ.get("GPU_POOL_ADMIN_KEY", "").strip() or None
+    return Environment().text("GPU_POOL_ADMIN_KEY") or None
 
 
 def bearer(key: str, url: str) -> str:

@@ -20,7 +20,7 @@ from gpu_worker_pool.client.holders import Holders
 from gpu_worker_pool.client.loss_callback import LossCallback
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import InvalidAssignmentError, StaleAssignmentError
-from gpu_worker_pool.models import leased_assignment
+from gpu_worker_pool.models import make_assignment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -106,7 +106,16 @@ class AssignedLeases:
 
     def _assignment(self, held: HeldLease) -> GPUAssignment:
         now, left_seconds = datetime.now(), max(held.life.held_until - boot_time(), 0.0)
-        return leased_assignment(held, self._pool_id(held.endpoint_id), now, now + timedelta(seconds=left_seconds))
+        return make_assignment(
+            self._pool_id(held.endpoint_id),
+            held.gpus,
+            held.ask.worker_id,
+            now,
+            fence=held.fence,
+            lease_id=held.lease_id,
+            expires_at=now + timedelta(seconds=left_seconds),
+            lease_health=held.life,
+        )
 
     # --- giving back ---
 

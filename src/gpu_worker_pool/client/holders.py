@@ -8,12 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpu_worker_pool.errors import InvalidAssignmentError
-from gpu_worker_pool.models import (
-    GlobalGPUAssignment,
-    GPUAssignment,
-    assignment_of_one_gpu,
-    global_assignment_of_one_gpu,
-)
+from gpu_worker_pool.models import GPUAssignment, make_assignment
 
 if TYPE_CHECKING:
     import asyncio
@@ -67,19 +62,7 @@ class Holders(dict[str, Holder]):
 
     def hand_over(self, lease: Lease, worker: WorkerInfo | None = None) -> GPUAssignment:
         """Make the assignment that the worker gets, and keep an eye on it."""
-        worker_id = lease.request.worker_id
-        assignment: GPUAssignment
-        if len(lease.held) == 1:
-            gpu, now = lease.held[0], datetime.now()
-            uuids = () if gpu.uuid is None else (gpu.uuid,)
-            if endpoint_id := lease.endpoint_id:
-                assignment = global_assignment_of_one_gpu(
-                    gpu.gpu_id, endpoint_id, gpu.index, worker_id, now, uuids, lease.fence
-                )
-            else:
-                assignment = assignment_of_one_gpu(gpu.index, worker_id, now, uuids, lease.fence)
-        else:
-            assignment = assignment_of(lease)
+        assignment = assignment_of(lease)
         # As `watch` does it: a call more would cost every request.
         holder = Holder(assignment, self._on_dropped)
         holder.lease = lease
@@ -90,7 +73,7 @@ class Holders(dict[str, Holder]):
             task = current_task(self._loop)
             if task is not None and getattr(task.get_coro(), "cr_code", None) not in self._asking:
                 holder.task = weakref.ref(task)
-        self[worker_id] = holder
+        self[lease.request.worker_id] = holder
         return assignment
 
     def watch(self, assignment: GPUAssignment, lease: Lease) -> None:
@@ -150,22 +133,7 @@ class Holders(dict[str, Holder]):
 
 
 def assignment_of(lease: Lease) -> GPUAssignment:
-    worker_id, held = lease.request.worker_id, lease.held
-    uuids = [gpu.uuid for gpu in held if gpu.uuid is not None]
-    gpu_uuids = uuids if len(uuids) == len(held) else ()
-    if lease.endpoint_id:
-        return GlobalGPUAssignment(
-            lease.gpu_ids[0],
-            lease.endpoint_id,
-            held[0].index,
-            worker_id,
-            datetime.now(),
-            gpu_ids=lease.gpu_ids,
-            gpu_uuids=gpu_uuids,
-            fence=lease.fence,
-        )
-    indices = [gpu.index for gpu in held]
-    return GPUAssignment(indices[0], worker_id, datetime.now(), gpu_ids=indices, gpu_uuids=gpu_uuids, fence=lease.fence)
+    return make_assignment(lease.endpoint_id, lease.held, lease.request.worker_id, datetime.now(), fence=lease.fence)
 
 
 def shown(lease: Lease) -> str:

@@ -21,6 +21,7 @@ from gpu_worker_pool.config import LOCAL_ENDPOINT
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.core.settings import PoolSettings
+from gpu_worker_pool.environment import Environment
 from gpu_worker_pool.errors import (
     ImpossibleRequestError,
     LedgerUnavailableError,
@@ -69,18 +70,13 @@ class LocalSettings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
-        env = os.environ if environ is None else environ
-        backend = env.get("GPU_BACKEND", "").strip() or "auto"
-        try:
-            backend = check_backend(backend)
-        except ValueError as error:
-            logger.error("GPU_BACKEND is %r: %s; using auto", backend, error)  # noqa: TRY400  # it says all there is
-            backend = "auto"
+        variables = os.environ if environ is None else environ
+        env = Environment(variables, logger.error)
         return cls(
-            backend,
-            env.get("GPU_POOL_STATE_DIR", "").strip() or None,
-            env.get("CUDA_VISIBLE_DEVICES"),
-            env.get("GPU_POOL_LEASE_ID", "").strip() or None,
+            env.get("GPU_BACKEND", cls.backend, check_backend),
+            env.text("GPU_POOL_STATE_DIR") or None,
+            variables.get("CUDA_VISIBLE_DEVICES"),
+            env.text("GPU_POOL_LEASE_ID") or None,
         )
 
 

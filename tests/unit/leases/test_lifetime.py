@@ -14,7 +14,7 @@ import pytest
 from gpu_worker_pool.core import ANY_GPU
 from gpu_worker_pool.leases.lifetime import End, LeaseLife
 from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, LeasedGPU
-from gpu_worker_pool.models import GlobalGPUAssignment, GPUAssignment, leased_assignment
+from gpu_worker_pool.models import GlobalGPUAssignment, GPUAssignment, make_assignment
 
 
 class Clock:
@@ -113,7 +113,10 @@ def held(life: LeaseLife, *gpus: LeasedGPU) -> HeldLease:
 
 
 def assigned(life: LeaseLife, endpoint_id: str = "", *gpus: LeasedGPU) -> GPUAssignment:
-    return leased_assignment(held(life, *gpus), endpoint_id, datetime.now(), datetime.now())
+    now, lease = datetime.now(), held(life, *gpus)
+    return make_assignment(
+        endpoint_id, lease.gpus, "worker-1", now, fence=12, lease_id="lease-7", expires_at=now, lease_health=life
+    )
 
 
 def test_an_assignment_with_a_lease(life: LeaseLife) -> None:
@@ -152,7 +155,7 @@ def test_copies_know_what_becomes_of_the_lease_and_another_process_does_not(life
     assert [one.lost for one in copies] == [True, True]
     assert elsewhere == assignment
     assert not elsewhere.lost
-    assert elsewhere._life is None, "nobody would tell it there, and the clock alone must not"
+    assert elsewhere._lease_health is None, "nobody would tell it there, and the clock alone must not"
     assert elsewhere.env == assignment.env
 
 
