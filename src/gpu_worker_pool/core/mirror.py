@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class MirrorPool(Pool):
     """Its methods say what others decided; events, which would make it decide, are refused."""
 
-    def apply(self, event: Event, now: float) -> NoReturn:
+    def apply(self, event: Event, now: float) -> NoReturn:  # noqa: ARG002  # refused at any time
         raise IllegalEventError(f"this pool only shows what others decided, and takes no {type(event).__name__}")
 
     def advance(self, now: float) -> None:
