@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,31 +25,9 @@ PARTS_OF_POOL = {
 FIELDS = frozenset(vars(Pool(PoolSettings())))
 #: Of the parts of a pool, what only looks.
 READS = frozenset(
-    [
-        "available",
-        "gpus_of",
-        "heads",
-        "impossible",
-        "in_order",
-        "is_any_gpu",
-        "is_eligible",
-        "is_fresh",
-        "is_old",
-        "lookup",
-        "next_at",
-        "of_account",
-        "of_lease",
-        "only_class",
-        "position",
-        "request_class",
-        "request_classes",
-        "size",
-        "copy",
-        "get",
-        "items",
-        "keys",
-        "values",
-    ]
+    {"available", "copy", "get", "gpus_of", "heads", "impossible", "in_order", "is_any_gpu", "is_eligible", "is_fresh"}
+    | {"is_old", "items", "keys", "lookup", "next_at", "of_account", "of_lease", "only_class", "position"}
+    | {"request_class", "request_classes", "size", "values"}
 )
 
 
@@ -65,9 +44,13 @@ def offences(source: str) -> Iterator[str]:
             if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
                 if _is_part(_path(node, aliases)):
                     yield f"line {node.lineno}: {ast.unparse(node)} is written"
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if _is_part(_path(node.func.value, aliases)) and node.func.attr not in READS:
-                    yield f"line {node.lineno}: {ast.unparse(node.func)}() may write"
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr not in READS
+                and _is_part(_path(node.func.value, aliases))
+            ):
+                yield f"line {node.lineno}: {ast.unparse(node.func)}() may write"
 
 
 def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
@@ -89,7 +72,7 @@ def _path(node: ast.AST, aliases: dict[str, list[str]]) -> list[str]:
 def _is_part(path: list[str]) -> bool:
     return any(
         name.lstrip("_") in ("pool", "_pool") or name.endswith("_pool")
-        for name, following in zip(path, path[1:], strict=False)
+        for name, following in pairwise(path)
         if following in FIELDS
     )
 
