@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core import Lease, Pool, PoolSettings, Requirements, Waiter
     from gpu_worker_pool.core.allocator import GPUAllocator
     from gpu_worker_pool.core.gpus import EndpointState
-    from gpu_worker_pool.leases.values import HeldLease
+    from gpu_worker_pool.leases.lease import HeldLease
 
 
 class EndpointView:
@@ -36,7 +36,7 @@ class EndpointView:
     def granted(self, held: HeldLease, endpoint_id: str, waiter: Waiter, now: float) -> Lease:
         gpus = [HeldGPU(gpu_id_in_pool(endpoint_id, gpu.index), gpu.index, gpu.uuid, gpu.name) for gpu in held.gpus]
         # Not the server's id: several servers use the same ones, and several waiters may have parts of one lease.
-        return self.pool.granted(held.ask.request_id, waiter, endpoint_id, tuple(gpus), now)
+        return self.pool.granted(held.request.request_id, waiter, endpoint_id, tuple(gpus), now)
 
     def at(self, now: float) -> Pool:
         """The pool as it is now, to be explained."""

@@ -206,7 +206,12 @@ class Acquisition:
     def _reserve_at_one_endpoint(self) -> None:
         """Rule 4: one endpoint at a time may reserve GPUs for it; another one when that fails."""
         reserving = self._reserving
-        if reserving is not None and reserving in self.requests.values() and reserving.error is None and reserving.trouble is None:
+        if (
+            reserving is not None
+            and reserving in self.requests.values()
+            and reserving.error is None
+            and reserving.trouble is None
+        ):
             return
         able = (each for each in self.requests.values() if each.waiting is not None and each.trouble is None)
         other = next((each for each in able if each.error is None), None)
