@@ -244,7 +244,7 @@ def test_an_endpoint_that_cannot_be_used_does_not_hide_the_others(programs: Prog
             done = programs.call(*words, *at, GPU_BACKEND="nonsense")
             assert done.returncode == 0, done.stderr
             assert "1 x Healthy, 1 free" in done.stdout
-            assert "wrong: GPU_BACKEND='nonsense' cannot be used" in done.stdout
+            assert "failed: GPU_BACKEND='nonsense' cannot be used" in done.stdout
         listed = programs.call("leases", *at, GPU_BACKEND="nonsense")
         assert listed.stdout == "nobody holds a GPU\n"
         assert listed.stderr.startswith("gpu-pool: local: GPU_BACKEND='nonsense' cannot be used")

@@ -19,7 +19,7 @@ from gpu_worker_pool.cli.failures import CommandError
 from gpu_worker_pool.cli.tables import is_pretty, print_line
 from gpu_worker_pool.cli.views import overview
 from gpu_worker_pool.cli.views.http_host import open_http_host
-from gpu_worker_pool.cli.views.queries import Seen
+from gpu_worker_pool.cli.views.queries import HostAnswer
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import EndpointConfig
 from gpu_worker_pool.core.requirements import ANY_GPU
@@ -148,7 +148,7 @@ class _Stage:
         while True:
             with suppress(GPUWorkerPoolError):
                 seen = await overview.everything_of(host)
-                self._show.see([Seen(host.endpoint, seen, None)], len(self._outcomes), total)
+                self._show.see([HostAnswer(host.endpoint, seen, None)], len(self._outcomes), total)
                 queue = seen["queue"] or []
                 # Not in a moment in which everything is just being given back.
                 if not has_explained and len(queue) >= 3 and any("held by" in why for why in queue[-1]["reasons"]):

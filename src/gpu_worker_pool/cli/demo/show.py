@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-    from gpu_worker_pool.cli.views.queries import Seen
+    from gpu_worker_pool.cli.views.queries import HostAnswer
 
 BAR_WIDTH = 40
 MEMORY_WIDTH = 16
@@ -37,7 +37,7 @@ class Show(Protocol):
     def say(self, text: str) -> None:
         """What has just happened."""
 
-    def see(self, seen: Sequence[Seen], finished: int, total: int) -> None:
+    def see(self, seen: Sequence[HostAnswer], finished: int, total: int) -> None:
         """How things are at this moment."""
 
 
@@ -55,7 +55,7 @@ class PlainShow:
         print_line(f"{time.monotonic() - self._begun_at:5.1f} s  {text}")
         sys.stdout.flush()
 
-    def see(self, seen: Sequence[Seen], finished: int, total: int) -> None:
+    def see(self, seen: Sequence[HostAnswer], finished: int, total: int) -> None:
         pass
 
 
@@ -82,7 +82,7 @@ class LiveShow:
         self._lines.append(f"{time.monotonic() - self._begun_at:5.1f} s  {text}")
         self._draw()
 
-    def see(self, seen: Sequence[Seen], finished: int, total: int) -> None:
+    def see(self, seen: Sequence[HostAnswer], finished: int, total: int) -> None:
         self._seen, self._finished, self._total = seen, finished, total
         self._draw()
 

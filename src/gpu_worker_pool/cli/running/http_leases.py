@@ -12,9 +12,8 @@ from gpu_worker_pool.cli.views.http_host import HTTPHost
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.leases.http import HTTPLeaseService
 from gpu_worker_pool.leases.lifetime import LeaseLife
-from gpu_worker_pool.leases.replies import read_row
 from gpu_worker_pool.leases.suitable import check_suitable
-from gpu_worker_pool.leases.values import HeldLease
+from gpu_worker_pool.leases.values import HeldLease, LeasedGPU
 
 if TYPE_CHECKING:
     import aiohttp
@@ -85,14 +84,13 @@ class HTTPLeases:
 
     async def _inherited(self, ask: LeaseAsk) -> HeldLease | None:
         """Whoever runs inside a lease has it already, and must not wait for itself."""
-        rows = (await HTTPHost(self._endpoint, _session()).leases())["leases"]
-        found = [read_row(row) for row in rows if row.get("lease_id") == self._inherited_lease_id]
+        row = await HTTPHost(self._endpoint, _session()).lease(self._inherited_lease_id)
         # Ids are those of one ledger: what we have no secret of is somebody else's, of the same name.
-        if not found or found[0].state != "held" or self._tokens.of(found[0].request_id) is None:
+        if row is None or row.state != "held" or self._tokens.of(row.request_id) is None:
             self._inherited_lease_id = ""
             return None
-        row = found[0]
-        gpus = tuple(check_suitable(row.lease_id, row.gpus, ask.requirements)[: ask.requirements.count])
+        leased = tuple(LeasedGPU(*gpu) for gpu in row.gpus)
+        gpus = tuple(check_suitable(row.lease_id, leased, ask.requirements)[: ask.requirements.count])
         life = LeaseLife(ask.ttl_seconds, boot_time())
         return HeldLease(self.endpoint_id, row.lease_id, row.fence, gpus, ask, life, is_inherited=True)
 
