@@ -245,7 +245,7 @@ def test_an_endpoint_that_cannot_be_used_does_not_hide_the_others(programs: Prog
             done = programs.call(*words, *at, GPU_BACKEND="nonsense")
             assert done.returncode == 0, done.stderr
             assert "1 x Healthy, 1 free" in done.stdout
-            assert f"wrong: {BAD_BACKEND}" in done.stdout
+            assert f"failed: {BAD_BACKEND}" in done.stdout
         listed = programs.call("leases", *at, GPU_BACKEND="nonsense")
         assert listed.stdout == "nobody holds a GPU\n"
         assert listed.stderr.startswith(f"gpu-pool: local: {BAD_BACKEND}")

@@ -200,7 +200,7 @@ def test_only_the_owner_and_an_administrator_may_release(programs: Programs, tmp
     # As somebody else would: without our folder of tokens.
     refused = programs.call("release", lease["lease_id"], XDG_STATE_HOME=str(tmp_path / "elsewhere"))
     assert refused.returncode == 1
-    assert "is not one that you asked for" in refused.stderr
+    assert "was not requested by you" in refused.stderr
     assert "GPU_POOL_ADMIN_KEY" in refused.stderr
     elsewhere = {"XDG_STATE_HOME": str(tmp_path / "elsewhere")}
     wrong = programs.call("release", lease["lease_id"], GPU_POOL_ADMIN_KEY="w" * 20, **elsewhere)
@@ -246,13 +246,13 @@ def test_a_server_without_leases(programs: Programs) -> None:
         at = ["-e", old.url]
         done = programs.call("run", *at, "--", "true")
         assert done.returncode == 69
-        assert "has it been replaced by a server without leases?" in done.stderr or "Not Found" in done.stderr
+        assert "this server gives no leases" in done.stderr or "Not Found" in done.stderr
         shown = programs.call("status", *at)
         assert shown.returncode == 0
         assert "this server gives no leases" in shown.stdout
         explained = programs.call("explain", *at)
         assert explained.returncode == 69
-        assert f"{old.url} cannot explain wishes: it is an older server; update it" in explained.stderr
+        assert f"{old.url} cannot explain requirements: it is an older server; update it" in explained.stderr
         assert programs.call("leases", *at).returncode == 69
 
 

@@ -20,7 +20,7 @@ from gpu_worker_pool.cli.failures import CommandError
 from gpu_worker_pool.cli.printable import printable
 from gpu_worker_pool.cli.tables import is_pretty, make_console, make_table, print_line
 from gpu_worker_pool.cli.views import overview
-from gpu_worker_pool.cli.views.queries import ask_all, open_hosts, opened
+from gpu_worker_pool.cli.views.queries import open_hosts, opened, query_hosts
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.requirements import ANY_GPU
 from gpu_worker_pool.errors import DriverError, GPUWorkerPoolError
@@ -164,7 +164,7 @@ class Demo:
     async def _watch(self, host: Host) -> None:
         has_explained = False
         while True:
-            (seen,) = await ask_all([host], overview.everything_of)
+            (seen,) = await query_hosts([host], overview.everything_of)
             if seen.error is None:
                 self._draw(overview.parts([seen]))
                 reasons = next((row["reasons"] for row in (seen.body["queue"] or [])[2:]), ())

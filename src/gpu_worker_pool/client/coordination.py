@@ -215,18 +215,19 @@ class Coordinator:
         if config.url == LOCAL_ENDPOINT:
             if self._config.multi_endpoint:
                 raise ValueError(NOT_ONE_OF_SEVERAL)
-            return self._local_service(endpoint.endpoint_id)
+            from gpu_worker_pool.client.local_readings import LocalReadings
+
+            assert self._pool is not None  # as `_check_local` made sure
+            return LocalReadings(self._local_service(endpoint.endpoint_id), self._pool.start_thread())
         client = http.client_for(config)
         return client if self._pool is None else AsksForFeatures(client, partial(self._decided, endpoint))
 
     def _local_service(self, endpoint_id: str) -> LocalLeaseService:
         if self._local is None:
-            # What reads hardware and keeps a ledger is not for those who ask servers.
+            # A client of servers need not load what reads hardware and opens a ledger.
             from gpu_worker_pool.leases.local import LocalLeaseService, LocalSettings
 
-            assert self._pool is not None  # which was seen to when the client was made
-            settings = LocalSettings.from_environment(self._environ)
-            self._local = LocalLeaseService(endpoint_id, settings, self._pool.start_thread())
+            self._local = LocalLeaseService(endpoint_id, LocalSettings.from_environment(self._environ))
         return self._local
 
     def _decided(self, endpoint: Endpoint, url: str, features: frozenset[str] | None) -> None:

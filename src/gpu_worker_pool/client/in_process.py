@@ -59,6 +59,9 @@ class InProcessService:
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
         """It lasts until it is released."""
 
+    async def rest(self) -> None:
+        pass
+
     async def close(self) -> None:
         pass
 

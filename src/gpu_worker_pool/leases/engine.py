@@ -114,7 +114,7 @@ class LeaseEngine:
 
     def hold(self, lease: HeldLease) -> None:
         """From now on it is renewed, until it is released or lost."""
-        if not lease.is_inherited and lease.assignment is None:
+        if lease.assignment is None:
             renewing = asyncio.get_running_loop().create_task(self._keep_renewing(lease))
             self._held[lease.request.request_id] = (lease, renewing)
 

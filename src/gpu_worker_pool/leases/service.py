@@ -56,6 +56,9 @@ class LeaseService(Protocol):
     async def cancel(self, request: Request) -> None:
         """Withdraw a request, and the lease if it was granted meanwhile; harmless if there is neither."""
 
+    async def rest(self) -> None:
+        """Stop watching until the next call: the only lease is held and just needs renewals."""
+
     async def close(self) -> None: ...
 
 
