@@ -703,11 +703,15 @@ def test_the_numbers_of_failing_are_those_of_the_code() -> None:
 def test_every_event_is_in_the_table_of_the_log() -> None:
     package = ROOT / "src" / "gpu_worker_pool"
     said = set(re.findall(r'`event="(\w+)"`', section("Logging")))
-    files = [*package.glob("*.py"), *package.glob("leases/*.py")]
-    texts = [path.read_text(encoding="utf-8") for path in files]
-    assert said == {event for text in texts for event in re.findall(r'"event": "(\w+)"', text)}
+    files = [path for folder in ("", "client", "leases") for path in (package / folder).glob("*.py")]
+    texts = {path: path.read_text(encoding="utf-8") for path in files}
+    assert said == {event for text in texts.values() for event in re.findall(r'"event": "(\w+)"', text)}
     loggers = {row[0].strip("`") for row in table_rows(section("Logging"))[1:]} - {""}
-    assert loggers <= {".".join(path.relative_to(package.parent).with_suffix("").parts) for path in files}
+    assert loggers <= {
+        given or ".".join(path.relative_to(package.parent).with_suffix("").parts)
+        for path, text in texts.items()
+        for given in re.findall(r'getLogger\((?:__name__|"([\w.]+)")\)', text)
+    }
 
 
 #: By words of the contract, where our guide has it.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.leases.values import HeldLease
     from gpu_worker_pool.models import GPUAssignment
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("gpu_worker_pool.leases.assigned")
 
 #: Leases that were lost are remembered for whoever releases them late.
 REMEMBERED_LOSSES = 1000

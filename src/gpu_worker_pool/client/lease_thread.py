@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("gpu_worker_pool.leases.keeper")
 
 #: A stop gives back what it can in so long; the rest runs out by itself.
 STOP_SECONDS = 5.0
