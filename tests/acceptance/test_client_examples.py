@@ -716,12 +716,12 @@ def test_every_event_is_in_the_table_of_the_log() -> None:
 
 #: By words of the contract, where our guide has it.
 SCENARIOS = {
-    "Adding Redundancy": "A second server in reserve",
-    "Scaling Horizontally": "Many hosts alike",
-    "Heterogeneous Clusters": "Hosts that differ",
-    "Geographic Distribution": "Hosts far away",
+    "Adding Redundancy": "A second server for redundancy",
+    "Scaling Horizontally": "Many identical hosts",
+    "Heterogeneous Clusters": "Different hosts",
+    "Geographic Distribution": "Distant hosts",
     "Not Detecting Multi-Endpoint Mode": "`is_multi_endpoint_mode()` is `False`",
-    "Breaking Existing Code": 'Something expects a number and gets `"server1:0"`',
+    "Breaking Existing Code": 'Code expects a number and gets `"server1:0"`',
     "Endpoints Not Connecting": "An endpoint is not healthy",
     "Uneven Load Distribution": "One server gets everything",
     "Performance Degradation": "Everything is slower than before",
