@@ -423,7 +423,7 @@ def test_config_examples_on_a_bad_file(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "not valid" in done.stdout
     assert "'eighty'" in done.stdout
-    assert "GPU_MEMORY_TRESHOLD is no variable" in done.stdout
+    assert "GPU_MEMORY_TRESHOLD is not a variable" in done.stdout
 
 
 #: Memory, utilization, polling interval: the ranges that the contract recommends.
@@ -488,8 +488,8 @@ class TestConfigurationValidator:
             ("http://me:secret@gpu-server:8000", "password"),
             ("http://gpu-server:99999", "no port"),
             ("", "http://"),
-            (8000, "a text"),
-            (None, "a text"),
+            (8000, "a string"),
+            (None, "a string"),
         ],
     )
     def test_endpoints_that_the_client_refuses(self, validator: Any, url: Any, hint: str) -> None:
@@ -524,7 +524,7 @@ class TestConfigurationValidator:
         for bad in (0, -1, "5", None, float("inf")):
             assert not validator.validate_polling_interval(bad)["valid"]
         assert "milliseconds" in validator.validate_polling_interval(5000)["warnings"][0]
-        assert "once a second" in validator.validate_polling_interval(0.1)["warnings"][0]
+        assert "once per second" in validator.validate_polling_interval(0.1)["warnings"][0]
 
     def test_an_environment(self, validator: Any) -> None:
         good = {"GPU_STATS_SERVICE_ENDPOINTS": "http://gpu1:8000", "GPU_BACKEND": "simulated", "HOME": "/root"}
