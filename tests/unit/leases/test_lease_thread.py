@@ -313,4 +313,4 @@ def test_threads_and_sockets_end_with_it() -> None:
         thread.join()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
-    assert logging.getLogger("gpu_worker_pool.client.lease_thread").level == logging.NOTSET
+    assert logging.getLogger("gpu_worker_pool.leases.keeper").level == logging.NOTSET
