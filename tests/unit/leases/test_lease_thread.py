@@ -222,7 +222,7 @@ def test_a_stop_gives_everything_back(caplog: pytest.LogCaptureFixture) -> None:
     thread = LeaseThread(lost.append)
     thread.start()
     service = FakeLeaseService()
-    thread.engine.endpoint(service)
+    thread.close_with(service.close)
     leases = [hold(thread, service) for _ in range(3)]
     thread.want_stop().result(timeout=10)
     thread.join()
