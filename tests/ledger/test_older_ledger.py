@@ -140,9 +140,8 @@ async def test_what_is_written_has_the_names_that_the_older_version_knows(place:
 
 def written(place: InSQLite) -> dict[str, Any]:
     """The tables with their columns, and for each kind of row the names of everything in it."""
-    rows = {
-        kind: names(json.loads(data)) for kind, data in place.read("SELECT kind, data FROM requests ORDER BY rowid")
-    }
+    found = place.read("SELECT kind, data FROM requests ORDER BY rowid")
+    rows = {kind: names(json.loads(data)) for kind, data in found}
     leases = [json.loads(data) for kind, data in found if kind in ("lease", "outcome")]
     quarantines = [names(row["quarantine"]) for row in leases if row.get("quarantine")]
     ended = [names(row["lease"]) for row in leases if row.get("lease")]
