@@ -372,7 +372,7 @@ async def test_an_answer_that_was_not_delivered_is_only_offered(opened: Opened) 
     await ledger.submit(Ticked())
     assert [type(effect) for effect in await ledger.submit(Requested(request("two")))] == [Granted]
     assert await ledger.submit(Requested(request("one"))) == (
-        Ended("one", RequestState.GRANTED, ("nobody came for it in time",)),
+        Ended("one", RequestState.GRANTED, ("it was not claimed in time",)),
     )
     await check(ledger)
 

@@ -9,7 +9,7 @@
 | 5 | impossible requests fail at once | `allocator.GPUAllocator.impossible` |
 | 6 | every request ends exactly once | `moves.REQUEST_MOVES`, `Pool._end_request` |
 | 7 | a cancelled request gives back what it was granted | `Pool._cancelled` |
-| 8 | a released GPU goes to the next waiter at once | `Pool._end_lease`, `Pool._want_readings`, `reservation.gpus_to_await` |
+| 8 | a released GPU goes to the next waiter at once | `Pool._end_lease`, `Pool._want_readings`, `reservation` |
 | 9 | ids are remembered | `Pool._requested`, `legality`, `remembered` |
 | 10 | time in which no process served the ledger does not count | `Pool._resumed`, `saved`, `replication` |
 | 11 | quarantine | `Pool._quarantine`, `evidence` |

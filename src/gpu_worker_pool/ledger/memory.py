@@ -1,4 +1,4 @@
-"""The ledger in memory: one process's, gone with it. The measure for every other one: they must answer as it does."""
+"""The ledger in memory, for one process. Tests require every other kind to answer as it does."""
 
 from __future__ import annotations
 

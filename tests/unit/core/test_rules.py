@@ -579,7 +579,7 @@ def test_rule_8_a_reading_from_before_the_release_does_not_send_the_gpu_past_the
     assert granted(story.asks("newcomer", Requirements(memory_mb=2000, share=True))) == []
     told = explain(story.pool, "newcomer", story.now)
     assert told is not None
-    assert str(told.gpus[0]) == "GPU 0: kept for next, which is before you, until it was read again"
+    assert str(told.gpus[0]) == "GPU 0: reserved for next, which is ahead of you, until it is read again"
     assert granted(story.reads(gpu(0))) == [("next", ("0",))]
 
 
@@ -760,7 +760,7 @@ def test_rule_9_a_grant_that_nobody_comes_for_goes_to_the_next(story: Story) -> 
     story.releases("holder")
     offered = story.lease("dead")
     effects = story.happens(Ticked(), after=10.0)
-    assert effects[0] == LeaseEnded(offered, LeaseState.RECLAIMED, "nobody came for it in time")
+    assert effects[0] == LeaseEnded(offered, LeaseState.RECLAIMED, "it was not claimed in time")
     assert granted(effects) == [("alive", ("0",))], "nobody used it: no fresh reading is needed"
 
 
