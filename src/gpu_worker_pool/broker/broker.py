@@ -353,7 +353,7 @@ class LeaseBroker:
         return await self._opened().submit(event)
 
     async def _submit_quietly(self, event: Event) -> bool:
-        """Without a caller that could be told: the ledger has logged its errors, and the next reading tries again."""
+        """Without a caller to answer: the ledger has logged its errors, and the next reading tries again."""
         try:
             await self._submit(event)
         except GPUWorkerPoolError:

@@ -3,7 +3,7 @@
 | rule | says | lives in |
 | --- | --- | --- |
 | 1 | when a GPU is eligible | `obstacles` |
-| 2 | one worker per GPU, unless all of them declare memory and share | `obstacles.promise_obstacles` |
+| 2 | one worker per GPU, unless all of them declare memory and share | `obstacles.lease_obstacles` |
 | 3 | which GPU is best, and which endpoint | `gpus.GPUResourceState.rank`, `allocator`, `balancing` |
 | 4 | who is first, and the bound on being overtaken | `queue`, `assigning`, `reservation` |
 | 5 | impossible requests fail at once | `allocator.GPUAllocator.impossible` |

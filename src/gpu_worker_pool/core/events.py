@@ -113,7 +113,7 @@ class Observed:
 
 @record
 class Unreachable:
-    """An endpoint does not answer, or not yet: its GPUs leave the counts, its assignments are kept."""
+    """An endpoint does not answer, or not yet: its GPUs are not counted, and its leases stay."""
 
     endpoint_id: str
     #: It is no longer used: its GPUs no longer count as possible.

@@ -152,5 +152,5 @@ class GPUResourceState:
         return first.held[first.gpu_ids.index(self.gpu_id)]
 
     def __repr__(self) -> str:
-        promises = ", ".join(f"{lease.lease_id} {lease.state}" for lease in self.leases.values())
-        return f"<GPU {self.gpu_id}: {promises or 'no lease'}>"
+        leases = ", ".join(f"{lease.lease_id} {lease.state}" for lease in self.leases.values())
+        return f"<GPU {self.gpu_id}: {leases or 'no lease'}>"

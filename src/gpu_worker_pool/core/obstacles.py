@@ -74,7 +74,7 @@ def obstacles(
     if gpu.endpoint.begun_at <= gpu.read_after:
         yield Obstacle(ObstacleKind.READING_BEFORE_RELEASE, "not read since its last lease ended")
     # Leases before readings: the load of a held GPU is its holder's.
-    yield from promise_obstacles(gpu, requirements, now)
+    yield from lease_obstacles(gpu, requirements, now)
     yield from reading_obstacles(reading, gpu.foreign_processes(), requirements, settings)
 
 
@@ -139,7 +139,7 @@ def reading_obstacles(
             yield Obstacle(ObstacleKind.TOO_LITTLE_FREE, text, free, needed)
 
 
-def promise_obstacles(gpu: GPUResourceState, requirements: Requirements, now: float) -> Iterator[Obstacle]:
+def lease_obstacles(gpu: GPUResourceState, requirements: Requirements, now: float) -> Iterator[Obstacle]:
     """Leases of others. Rule 2: one worker per GPU, unless all of them declare memory and share."""
     if gpu.reading is not None and gpu.reading.is_promised_elsewhere:
         yield Obstacle(ObstacleKind.PROMISED_ELSEWHERE, "leased by its server to another client")

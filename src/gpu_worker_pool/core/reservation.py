@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.core.obstacles import lasting_obstacles, promise_obstacles
+from gpu_worker_pool.core.obstacles import lasting_obstacles, lease_obstacles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -96,8 +96,8 @@ def gpus_to_await(allocator: GPUAllocator, requirements: Requirements, now: floa
         if reading is None or gpu.leases or endpoint.begun_at > gpu.freed_at or not allocator.is_fresh(endpoint, now):
             continue
         is_possible = next(lasting_obstacles(reading, requirements, allocator.settings), None) is None
-        is_unpromised = next(promise_obstacles(gpu, requirements, now), None) is None
-        if is_possible and is_unpromised and not allocator.is_eligible(gpu, requirements, now):
+        is_unleased = next(lease_obstacles(gpu, requirements, now), None) is None
+        if is_possible and is_unleased and not allocator.is_eligible(gpu, requirements, now):
             awaited.setdefault(endpoint, []).append(gpu.gpu_id)
     if requirements.count > 1:
         for endpoint in list(awaited):

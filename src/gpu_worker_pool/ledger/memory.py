@@ -38,10 +38,10 @@ class MemoryLedger:
         self._check_open()
         pool = self._pool
         effects = pool.apply(event, self._clock.now())
-        told = tuple(effect for effect in effects if not isinstance(effect, WakeAt))
-        tell_of(Committed(told, self._requests.take_changes(), False, pool.fence, dict(pool.tally)), self._tell)
+        reported = tuple(effect for effect in effects if not isinstance(effect, WakeAt))
+        tell_of(Committed(reported, self._requests.take_changes(), False, pool.fence, dict(pool.tally)), self._tell)
         self._set_timer()
-        return told
+        return reported
 
     def _set_timer(self) -> None:
         at = self._pool.timers.next_at()

@@ -67,7 +67,7 @@ MOST_OUTCOMES: Final = 1000
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Job:
     """An event or a question, and the callback for its answer."""
 
     what: Event | Callable[[Pool, float], Any]
@@ -108,7 +108,7 @@ class SQLiteLedger:
         self._clock = clock
         self._boot_id = boot_id or id_of_this_boot()
         self._loop = asyncio.get_running_loop()
-        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._is_closed = False
         self._file = LedgerFile(path, SCHEMA, FORMAT)
         with self._file.errors(), self._file.in_use:
@@ -132,14 +132,14 @@ class SQLiteLedger:
     # --- in the event loop's thread ---
 
     async def submit(self, event: Event) -> tuple[Effect, ...]:
-        effects: tuple[Effect, ...] = await self._ask(event, is_question=False)
+        effects: tuple[Effect, ...] = await self._enqueue(event, is_question=False)
         return effects
 
     async def look(self, question: Question[T]) -> T:
-        answer: T = await self._ask(question, is_question=True)
+        answer: T = await self._enqueue(question, is_question=True)
         return answer
 
-    def _ask(self, what: Any, *, is_question: bool) -> asyncio.Future[Any]:
+    def _enqueue(self, what: Any, *, is_question: bool) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self._loop.create_future()
 
         def answer(value: Any, error: BaseException | None) -> None:
@@ -154,7 +154,7 @@ class SQLiteLedger:
             raise LedgerUnavailableError("the ledger was opened by the process this one was forked from: open it again")
         if self._is_closed:
             raise LedgerUnavailableError("the ledger was closed")
-        self._asked.put(_Asked(what, is_question, answer))
+        self._jobs.put(_Job(what, is_question, answer))
         return future
 
     async def close(self) -> None:
@@ -163,7 +163,7 @@ class SQLiteLedger:
         if not self._is_closed:
             # Nothing is put into the queue behind this.
             self._is_closed = True
-            self._asked.put(None)
+            self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
     # --- in the ledger's thread ---
@@ -171,17 +171,17 @@ class SQLiteLedger:
     def _run(self) -> None:
         is_closing = False
         while not is_closing:
-            batch: list[_Asked] = []
+            batch: list[_Job] = []
             try:
-                asked = self._asked.get(timeout=self._seconds_to_next_turn())
+                job = self._jobs.get(timeout=self._seconds_to_next_turn())
                 while True:
-                    if asked is None:
+                    if job is None:
                         is_closing = True
                         break
-                    batch.append(asked)
+                    batch.append(job)
                     if len(batch) >= MOST_AT_ONCE:
                         break
-                    asked = self._asked.get_nowait()
+                    job = self._jobs.get_nowait()
             except Empty:
                 pass
             try:
@@ -198,21 +198,21 @@ class SQLiteLedger:
         due_in = self._pool.timers.next_at() - self._clock()
         return min(max(due_in, 0.0005), FOLLOW_SECONDS)
 
-    def _turn(self, batch: list[_Asked]) -> None:
-        questions = [asked for asked in batch if asked.is_question]
-        events = [asked for asked in batch if not asked.is_question]
-        for asked in events:
-            if isinstance(asked.what, Observed):
+    def _turn(self, batch: list[_Job]) -> None:
+        questions = [job for job in batch if job.is_question]
+        events = [job for job in batch if not job.is_question]
+        for job in events:
+            if isinstance(job.what, Observed):
                 # Even if the transaction fails: readings can be shown while the ledger is locked.
-                self._observed[asked.what.endpoint_id] = asked.what
+                self._observed[job.what.endpoint_id] = job.what
         if self._complaint:
             # The next transaction may block as long as the last one, and questions need not wait for it.
             while questions:
                 self._answer_question(questions.pop(0))
         if events or (self._clock() >= self._pause_until and self._has_something_to_do()):
             self._transact(events)
-        for asked in questions:
-            self._answer_question(asked)
+        for job in questions:
+            self._answer_question(job)
 
     def _has_something_to_do(self) -> bool:
         pool, now = self._pool, self._clock()
@@ -236,29 +236,27 @@ class SQLiteLedger:
 
     # --- a transaction ---
 
-    def _transact(self, events: list[_Asked]) -> None:
-        results: list[tuple[_Asked, Any, BaseException | None]] = []
+    def _transact(self, events: list[_Job]) -> None:
+        results: list[tuple[_Job, Any, BaseException | None]] = []
         try:
             with self._file.errors():
                 committed = self._in_transaction(events, results)
         except LedgerUnavailableError as error:
             self._failed(error)
-            for asked in events:
-                self._call_in_loop(asked.answer, None, error)
+            for job in events:
+                self._call_in_loop(job.answer, None, error)
             return
         except Exception as error:
             logger.exception("the ledger could not decide")
             self._failed(error)
-            for asked in events:
-                self._call_in_loop(asked.answer, None, LedgerUnavailableError(f"{type(error).__name__}: {error}"))
+            for job in events:
+                self._call_in_loop(job.answer, None, LedgerUnavailableError(f"{type(error).__name__}: {error}"))
             return
         self._complaint, self._pause_until = "", -math.inf
         if results or committed.effects or committed.changes or committed.is_everything:
             self._call_in_loop(self._deliver, committed, results)
 
-    def _in_transaction(
-        self, events: list[_Asked], results: list[tuple[_Asked, Any, BaseException | None]]
-    ) -> Committed:
+    def _in_transaction(self, events: list[_Job], results: list[tuple[_Job, Any, BaseException | None]]) -> Committed:
         connection = self._file.connection
         self._file.check()
         connection.execute("BEGIN IMMEDIATE")
@@ -274,15 +272,15 @@ class SQLiteLedger:
             if news.is_everything:
                 for observed in self._observed.values():
                     effects += _apply(pool, observed, now)  # as if they had just arrived
-            for asked in events:
+            for job in events:
                 try:
-                    self._remember(pool, asked.what, now)
-                    done = _apply(pool, asked.what, now)
+                    self._remember(pool, job.what, now)
+                    done = _apply(pool, job.what, now)
                 except IllegalEventError as problem:
-                    results.append((asked, None, problem))
+                    results.append((job, None, problem))
                     continue
                 effects += done
-                results.append((asked, done, None))
+                results.append((job, done, None))
             if not events or news.is_any:
                 effects += _apply(pool, Ticked(), now)
             own = self._requests.take_changes()
@@ -363,15 +361,15 @@ class SQLiteLedger:
 
     # --- questions ---
 
-    def _answer_question(self, asked: _Asked) -> None:
-        assert callable(asked.what)
+    def _answer_question(self, job: _Job) -> None:
+        assert callable(job.what)
         value, problem = None, None
         try:
             # As of the last turn: at most `FOLLOW_SECONDS` ago.
-            value = asked.what(self._pool or self._read_only_pool(), self._clock())
+            value = job.what(self._pool or self._read_only_pool(), self._clock())
         except Exception as error:
             problem = error
-        self._call_in_loop(asked.answer, value, problem)
+        self._call_in_loop(job.answer, value, problem)
 
     def _read_only_pool(self) -> Pool:
         """For questions while the ledger cannot be written, for example because the disk is full."""
@@ -390,10 +388,10 @@ class SQLiteLedger:
 
     # --- answers ---
 
-    def _deliver(self, committed: Committed, results: list[tuple[_Asked, Any, BaseException | None]]) -> None:
+    def _deliver(self, committed: Committed, results: list[tuple[_Job, Any, BaseException | None]]) -> None:
         tell_of(committed, self._tell)
-        for asked, value, problem in results:
-            asked.answer(value, problem)
+        for job, value, problem in results:
+            job.answer(value, problem)
 
     def _call_in_loop(self, function: Callable[..., object], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
