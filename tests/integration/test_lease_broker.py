@@ -1,4 +1,4 @@
-"""The desk, on readings made by hand and on simulated GPUs: who waits, who is woken, what becomes of those who end."""
+"""The broker, on readings made by hand and on simulated GPUs: who waits, who is woken, and how requests end."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def request_for(name: str, *, ttl: float = 60.0, account: str = "", process: str
     )
 
 
-class Desk(LeaseBroker):
+class ReadByHand(LeaseBroker):
     """On a file, with GPUs that show what they are told to."""
 
     def __init__(self, folder: Path, *gpus: GPUReading, settings: PoolSettings | None = None, **more: Any) -> None:
@@ -113,8 +113,8 @@ class Desk(LeaseBroker):
 
 
 @contextlib.asynccontextmanager
-async def opened(folder: Path, *gpus: GPUReading, **more: Any) -> AsyncIterator[Desk]:
-    broker = Desk(folder, *gpus, **more)
+async def opened(folder: Path, *gpus: GPUReading, **more: Any) -> AsyncIterator[ReadByHand]:
+    broker = ReadByHand(folder, *gpus, **more)
     await broker.start()
     broker.read()
     try:
@@ -560,7 +560,7 @@ async def test_what_ended_while_the_ledger_could_not_be_read_is_noticed(tmp_path
 async def test_whoever_just_came_reads_simulated_gpus_no_sooner_than_it_knows_who_holds_them(tmp_path: Path) -> None:
     async with opened(tmp_path, card(0)) as broker:
         await broker.holds("one")
-        newcomer = Desk(tmp_path)
+        newcomer = ReadByHand(tmp_path)
         reading = asyncio.create_task(asyncio.to_thread(newcomer.load.holders))
         await asyncio.sleep(0.05)
         await newcomer.start()
@@ -572,7 +572,7 @@ async def test_whoever_just_came_reads_simulated_gpus_no_sooner_than_it_knows_wh
 
 async def test_a_ledger_that_cannot_be_opened_delays_no_reading(tmp_path: Path) -> None:
     (tmp_path / "ledger.db").mkdir()
-    broker = Desk(tmp_path)
+    broker = ReadByHand(tmp_path)
     await broker.start()
     try:
         assert await asyncio.to_thread(broker.load.holders) == ()

@@ -12,6 +12,7 @@ import hmac
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.broker.process_watch import ProcessWatch
@@ -191,9 +192,10 @@ class LeaseBroker:
         stops.
         """
         poll_deadline = self._clock() + wait_seconds
+        poll = partial(self._poll, request, may_reserve=may_reserve, poll_id=poll_id)
         listener = self._listen(request.request_id)
         try:
-            lease = await self._poll(request, poll_deadline, may_reserve=may_reserve, poll_id=poll_id)
+            lease = await poll(poll_deadline)
             while lease is None and (left := poll_deadline + POLL_MARGIN_SECONDS - self._clock()) > 0:
                 if wait_seconds <= 0 or self._is_stopping:
                     break
@@ -203,7 +205,9 @@ class LeaseBroker:
                 if listener.done():
                     self._unlisten(request.request_id, listener)
                     listener = self._listen(request.request_id)
-                    lease = await self._news_of(request, poll_deadline, may_reserve=may_reserve, poll_id=poll_id)
+                    lease = self._lease_for(request.request_id, poll_id)
+                    if lease is None and request.request_id not in self.waiting and not self._is_stopping:
+                        lease = await poll(poll_deadline)
             while lease is None:
                 if self._is_stopping:
                     raise PoolStoppedError("the server is stopping; ask again with the same request id")
@@ -211,7 +215,7 @@ class LeaseBroker:
                 if waiting is not None:
                     return waiting
                 # It was granted, or has ended, just now.
-                lease = await self._poll(request, self._clock(), may_reserve=may_reserve, poll_id=poll_id)
+                lease = await poll(self._clock())
             return lease
         finally:
             self._unlisten(request.request_id, listener)
@@ -220,18 +224,10 @@ class LeaseBroker:
         event = Requested(request, poll_deadline=poll_deadline, may_reserve=may_reserve, poll_id=poll_id)
         return self._answer_in(await self._submit(event), request.request_id)
 
-    async def _news_of(
-        self, request: Request, poll_deadline: float, *, may_reserve: bool, poll_id: str
-    ) -> Lease | None:
-        if request.request_id in self.waiting:
-            return None
-        lease = next((lease for lease in self.leases.values() if lease.request.request_id == request.request_id), None)
-        # A grant to another poll of the same request may soon become an offer.
-        if lease is not None and lease.state is LeaseState.HELD and lease.poll_id == poll_id:
-            return lease
-        if self._is_stopping:
-            return None
-        return await self._poll(request, poll_deadline, may_reserve=may_reserve, poll_id=poll_id)
+    def _lease_for(self, request_id: str, poll_id: str) -> Lease | None:
+        """The lease that was granted to this poll. One granted to another poll may soon become an offer."""
+        leases = (lease for lease in self.leases.values() if lease.request.request_id == request_id)
+        return next((lease for lease in leases if lease.state is LeaseState.HELD and lease.poll_id == poll_id), None)
 
     def _answer_in(self, effects: Iterable[Effect], request_id: str) -> Lease | None:
         for effect in effects:

@@ -238,11 +238,11 @@ class GPUAllocator:
             if possible == requirements.count:
                 return None
         where = f"{endpoint.endpoint_id}: " if endpoint.endpoint_id else ""
-        asked = f"{requirements.count} GPUs asked for, " if requirements.count > 1 else ""
+        requested = f"{requirements.count} GPUs requested, " if requirements.count > 1 else ""
         # Not in the order in which they became known, which differs between processes.
         by_index = sorted((sorted(indices), text) for text, indices in why_not.items())
         why = "; ".join(f"GPU {', '.join(map(str, indices))}: {text}" for indices, text in by_index)
-        return f"{where}{asked}{possible} of {len(known)} could ever serve it{f' ({why})' if why else ''}"
+        return f"{where}{requested}{possible} of {len(known)} could ever serve it{f' ({why})' if why else ''}"
 
     # Inside
 
