@@ -318,7 +318,7 @@ def test_a_well_host(programs: Programs) -> None:
     done = programs.call("doctor")
     assert done.returncode == 0
     assert done.stdout.rstrip().endswith("all is well")
-    assert "the GPUs are pretended" in done.stdout
+    assert "the GPUs are simulated" in done.stdout
 
 
 @pytest.mark.parametrize(

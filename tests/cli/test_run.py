@@ -259,11 +259,11 @@ def test_visible_devices_are_a_wish(programs: Programs) -> None:
     assert done.stderr == ""
     some = programs.call("run", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="1,9")
     assert some.stdout == "1\n"
-    assert some.stderr == "gpu-pool: CUDA_VISIBLE_DEVICES names what this host has not (9): it is skipped\n"
+    assert some.stderr == "gpu-pool: CUDA_VISIBLE_DEVICES lists GPUs that this host does not have (9): ignoring them\n"
     nothing = programs.call("run", "--", "true", CUDA_VISIBLE_DEVICES="NoDevFiles")
     assert nothing.returncode == 0
     assert nothing.stderr == (
-        "gpu-pool: CUDA_VISIBLE_DEVICES names what this host has not (NoDevFiles): every GPU may be given\n"
+        "gpu-pool: CUDA_VISIBLE_DEVICES lists GPUs that this host does not have (NoDevFiles): using all GPUs\n"
     )
     hidden = programs.call("run", "--", "true", CUDA_VISIBLE_DEVICES="-1")
     assert hidden.returncode == 65

@@ -34,7 +34,7 @@ def serve_with(given: Mapping[str, str | int | bool | None]) -> None:
     simulate = chosen.pop("simulate")
     if simulate is not None:
         if chosen["backend"] is not None:
-            raise click.UsageError("--simulate and --backend contradict each other: give one of them.")
+            raise click.UsageError("--simulate and --backend exclude each other: give only one of them.")
         chosen["backend"] = f"simulated:{simulate}"
     elif chosen["backend"] is not None:
         try:

@@ -1,4 +1,4 @@
-"""Which of this host's GPUs a command may have, as its own environment says."""
+"""Limits a command to the GPUs that its `CUDA_VISIBLE_DEVICES` lists."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ logger = logging.getLogger(__name__)
 
 
 def within_visible_devices(requirements: Requirements, gpus: Sequence[GPUReading]) -> Requirements:
-    """Raises `ImpossibleRequestError` where none is visible. What is named and not there is told, and skipped."""
+    """Raises `ImpossibleRequestError` if no GPU is visible. Unknown GPUs are reported and ignored."""
     visible_devices = _filter()
     visible = visible_devices.apply(gpus)
     if visible.missing:
-        instead = "it is skipped" if visible.is_filtering else "every GPU may be given"
+        instead = "ignoring them" if visible.is_filtering else "using all GPUs"
         logger.error(
-            "CUDA_VISIBLE_DEVICES names what this host has not (%s): %s", ", ".join(visible.missing[:5]), instead
+            "CUDA_VISIBLE_DEVICES lists GPUs that this host does not have (%s): %s",
+            ", ".join(visible.missing[:5]),
+            instead,
         )
     return within_visible(requirements, gpus, visible_devices)
 
 
 def visible_names(gpus: Sequence[GPUReading]) -> tuple[str, ...] | None:
-    """The ids of the GPUs it allows; None where it does not limit anything."""
+    """The ids of the visible GPUs; None if all are."""
     visible = _filter().apply(gpus)
     return tuple(reading.gpu_id for reading in readings_of(visible.gpus)) if visible.is_filtering else None
 
 
 def _filter() -> VisibilityFilter:
-    # Inside a lease that variable says what was leased.
+    # Inside a lease the variable lists the leased GPUs.
     return VisibilityFilter(None if os.environ.get("GPU_POOL_LEASE_ID") else os.environ.get("CUDA_VISIBLE_DEVICES"))

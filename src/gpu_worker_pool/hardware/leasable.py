@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.hardware.samples import GPUReading, MIGReading
     from gpu_worker_pool.hardware.visibility import VisibilityFilter
 
-NO_UUID: Final = "does not tell its UUID, by which a promise would know it"
+NO_UUID: Final = "does not report its UUID, which a lease needs"
 
 
 def readings_of(gpus: Iterable[GPUReading]) -> tuple[Reading, ...]:
@@ -86,5 +86,5 @@ def within_visible(requirements: Requirements, gpus: Sequence[GPUReading], visib
     left = tuple(reading.gpu_id for reading in shown if only is None or any(names_gpu(name, reading) for name in only))
     if left:
         return replace(requirements, only=left)
-    hides = f"CUDA_VISIBLE_DEVICES={visible.value!r} hides every GPU"
-    raise ImpossibleRequestError(reasons=(f"{hides} that is wanted" if shown else f"{hides}: unset it",))
+    hidden = "every requested GPU" if shown else "every GPU: unset it"
+    raise ImpossibleRequestError(reasons=(f"CUDA_VISIBLE_DEVICES={visible.value!r} hides {hidden}",))

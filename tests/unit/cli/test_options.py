@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.testing import CliRunner
 
-from gpu_worker_pool.cli.options import wish_options
+from gpu_worker_pool.cli.options import requirements_options
 from gpu_worker_pool.core.requirements import Requirements
 
 
@@ -16,7 +16,7 @@ def requirements_of(*arguments: str) -> Requirements:
     found: list[dict[str, Any]] = []
 
     @click.command()
-    @wish_options
+    @requirements_options
     def command(*, requirement_options: dict[str, Any]) -> None:
         found.append(requirement_options)
 

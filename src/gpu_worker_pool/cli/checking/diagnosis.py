@@ -87,7 +87,7 @@ def _hardware(*, is_needed: bool) -> Iterator[Finding]:
         yield Finding("wrong", "driver", str(error), "unset GPU_BACKEND")
         return
     if backend.startswith("simulated"):
-        yield Finding("warning", "driver", f"GPU_BACKEND={backend}: the GPUs are pretended", "unset it for real ones")
+        yield Finding("warning", "driver", f"GPU_BACKEND={backend}: the GPUs are simulated", "unset it for real ones")
     else:
         yield from _ways_to_read(bad)
     answer = read_gpus(backend)

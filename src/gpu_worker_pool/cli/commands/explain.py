@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from gpu_worker_pool.cli.options import endpoint_option, json_option, wish_options
+from gpu_worker_pool.cli.options import endpoint_option, json_option, requirements_options
 
 
 @click.command(
@@ -19,7 +19,7 @@ Examples:
   gpu-pool explain --request 5f3a…          one that waits; gpu-pool queue shows the ids
 """,
 )
-@wish_options
+@requirements_options
 @click.option("--request", "request_id", metavar="ID", help="Explain one that waits, instead of wishes.")
 @json_option
 @endpoint_option

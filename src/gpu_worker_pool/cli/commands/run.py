@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpu_worker_pool.cli.options import endpoint_option, lease_options, wish_options
+from gpu_worker_pool.cli.options import endpoint_option, lease_options, requirements_options
 from gpu_worker_pool.cli.running.command import CommandOnGPU, check_command
 from gpu_worker_pool.cli.running.environment import lease_variables
 from gpu_worker_pool.cli.running.front import InterruptedBySignal, end_like
@@ -18,7 +18,7 @@ from gpu_worker_pool.cli.running.progress import Progress
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from gpu_worker_pool.cli.running.lease_spec import Patience
+    from gpu_worker_pool.cli.running.lease_spec import WaitLimit
 
 
 def _complete_command(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -53,7 +53,7 @@ Exit status: the command's own, 128+N if signal N killed it, 126 or 127 if it ca
 (--no-wait), 124 if it was not granted in time (--timeout).
 """,
 )
-@wish_options
+@requirements_options
 @lease_options
 @click.option("--uuids", is_flag=True, help="Name GPUs by UUID instead of by number in CUDA_VISIBLE_DEVICES.")
 @click.option(
@@ -77,7 +77,7 @@ Exit status: the command's own, 128+N if signal N killed it, 126 or 127 if it ca
 def run(
     *,
     requirement_options: dict[str, Any],
-    patience: Patience,
+    wait_limit: WaitLimit,
     label: str | None,
     ttl: float | None,
     uuids: bool,
@@ -93,14 +93,14 @@ def run(
     ended. While waiting, the place in the queue and the reason are told on stderr.
     """
     check_command(command)
-    asked = LeaseSpec(requirement_options, patience, endpoints, worker_name(command[0]), label, ttl)
+    spec = LeaseSpec(requirement_options, wait_limit, endpoints, worker_name(command[0]), label, ttl)
 
     def environment(granted: dict[str, Any]) -> dict[str, str]:
         return os.environ | lease_variables(granted, by_uuid=uuids)
 
     on_gpu = CommandOnGPU(
         command,
-        asked,
+        spec,
         Progress(is_wanted=not quiet, with_reasons=with_reasons),
         environment,
         terminates_when_lost=on_lost == "terminate",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpu_worker_pool.cli.options import endpoint_option, json_option, lease_options, wish_options
+from gpu_worker_pool.cli.options import endpoint_option, json_option, lease_options, requirements_options
 from gpu_worker_pool.cli.running.environment import lease_variables, visible_devices
 from gpu_worker_pool.cli.running.front import Front, InterruptedBySignal, end_like
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec, worker_name
@@ -18,7 +18,7 @@ from gpu_worker_pool.cli.running.processes import calling_shell
 from gpu_worker_pool.cli.running.progress import Progress
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.running.lease_spec import Patience
+    from gpu_worker_pool.cli.running.lease_spec import WaitLimit
 
 
 @click.command(
@@ -35,7 +35,7 @@ Examples:
 The GPU is given back when the shell ends, or with gpu-pool release.
 """,
 )
-@wish_options
+@requirements_options
 @lease_options
 @click.option("--pid", type=click.IntRange(1), help="Whose end gives the GPU back.  [default: the calling shell]")
 @click.option("--uuids", is_flag=True, help="Name GPUs by UUID instead of by number.")
@@ -47,7 +47,7 @@ The GPU is given back when the shell ends, or with gpu-pool release.
 def wait(
     *,
     requirement_options: dict[str, Any],
-    patience: Patience,
+    wait_limit: WaitLimit,
     label: str | None,
     ttl: float | None,
     pid: int | None,
@@ -64,23 +64,23 @@ def wait(
     background keeps it.
     """
     if sys.__stdout__ is None:
-        raise click.UsageError("stdout is closed: nobody would know which GPU it is.")
+        raise click.UsageError("stdout is closed, so the GPU cannot be printed.")
     if as_json and export:
-        raise click.UsageError("--json and --export contradict each other: give one of them.")
+        raise click.UsageError("--json and --export exclude each other: give only one of them.")
     if pid is not None and process_stat(pid) is None:
         raise click.UsageError(f"--pid {pid}: there is no such process.")
     for_pid = calling_shell() if pid is None else pid
     holder = process_stat(for_pid)
-    asked = LeaseSpec(
+    spec = LeaseSpec(
         requirement_options,
-        patience,
+        wait_limit,
         endpoints,
         worker_name(holder.command if holder else "wait", for_pid),
         label,
         ttl,
         for_pid,
     )
-    front = Front(asked, Progress(is_wanted=not quiet, with_reasons=with_reasons))
+    front = Front(spec, Progress(is_wanted=not quiet, with_reasons=with_reasons))
     try:
         granted = front.until_granted()
     except InterruptedBySignal as interrupted:

@@ -52,13 +52,13 @@ class CommandOnGPU(Front):
     def __init__(
         self,
         command: Sequence[str],
-        asked: LeaseSpec,
+        spec: LeaseSpec,
         progress: Progress,
         environment: Callable[[dict[str, Any]], Mapping[str, str]],
         *,
         terminates_when_lost: bool = False,
     ) -> None:
-        super().__init__(asked, progress)
+        super().__init__(spec, progress)
         self._command = list(command)
         self._environment = environment
         self._terminates_when_lost = terminates_when_lost
@@ -146,7 +146,7 @@ class CommandOnGPU(Front):
         if self._child is None:
             super().on_keeper_gone()
         self._questions = 0
-        self._lost("the process that kept the lease has ended")
+        self._lost("the lease process has ended")
 
     def on_signal(self, info: SignalInfo) -> None:
         if self._child is None:

@@ -39,11 +39,11 @@ class InterruptedBySignal(Exception):  # noqa: N818  # nothing went wrong
 
 
 class Front:
-    def __init__(self, asked: LeaseSpec, progress: Progress) -> None:
+    def __init__(self, spec: LeaseSpec, progress: Progress) -> None:
         self.progress = progress
         self.lease_process = LeaseProcess.take()
         self._signals = SignalQueue([*PASSED_ON, signal.SIGCHLD])
-        self.lease_process.send("ask", asked=asked.as_message())
+        self.lease_process.send("ask", asked=spec.as_message())
         self._poll = select.poll()
         self._poll.register(self._signals, select.POLLIN)
         self._poll.register(self.lease_process.channel, select.POLLIN)
@@ -92,7 +92,7 @@ class Front:
                 raise CommandError(message["text"], message["status"])
 
     def on_keeper_gone(self) -> None:
-        raise CommandError("the process that asked for the GPU has ended; was it killed?", Status.FAILED)
+        raise CommandError("the lease process has ended; was it killed?", Status.FAILED)
 
     def on_signal(self, info: SignalInfo) -> None:
         if info.number in ENDING:

@@ -106,9 +106,7 @@ def _run_and_exit(theirs: Channel, words: Sequence[str]) -> None:
         run_lease_program(theirs, words)
         status = 0
     except BaseException as error:
-        theirs.send(
-            "failed", status=int(Status.BUG), text=f"the lease's keeper failed: {type(error).__name__}: {error}"
-        )
+        theirs.send("failed", status=int(Status.BUG), text=f"the lease process failed: {type(error).__name__}: {error}")
         if os.environ.get("GPU_POOL_DEBUG"):
             import traceback
 

@@ -127,12 +127,12 @@ class _LeaseProgram:
 
     async def _ask(self) -> tuple[Service, HeldLease] | None:
         """None if nobody wants it any more."""
-        patience = self._asked.patience
+        wait_limit = self._asked.wait_limit
         asks = asks_for(self._asked)
         self._services = [service for service, _ in asks]
         self._asking = Asking(asks, self._tell_waiting, self._tell_trouble)
         asking = asyncio.create_task(
-            self._asking.lease(patience.timeout_seconds, is_no_wait=patience.is_no_wait),
+            self._asking.lease(wait_limit.timeout_seconds, is_no_wait=wait_limit.is_no_wait),
         )
         ends = [asyncio.create_task(event.wait()) for event in (self._is_over, self._is_alone)]
         await asyncio.wait([asking, *ends], return_when=asyncio.FIRST_COMPLETED)
@@ -158,14 +158,14 @@ class _LeaseProgram:
         self._channel.send("trouble", endpoint=service.endpoint_id, text=str(error))
 
     def _fail_in_time(self, error: WorkerTimeoutError) -> None:
-        patience = self._asked.patience
+        wait_limit = self._asked.wait_limit
         if isinstance(error, ServiceUnavailableError):
             self._fail(error, Status.UNAVAILABLE)
-        elif patience.is_no_wait:
+        elif wait_limit.is_no_wait:
             self._fail(f"nothing is free now: {error}", Status.NOT_NOW)
         else:
             why = f": {self._summary}" if self._summary else ""
-            when = f"in {patience.timeout_seconds:g} s" if patience.timeout_seconds else "at once"
+            when = f"in {wait_limit.timeout_seconds:g} s" if wait_limit.timeout_seconds else "at once"
             self._fail(f"no GPU became free {when}{why}", Status.TIMED_OUT)
 
     def _fail(self, error: object, status: Status) -> None:

@@ -7,7 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 
-class Patience(NamedTuple):
+class WaitLimit(NamedTuple):
     """How long to wait: None is for ever."""
 
     timeout_seconds: float | None = None
@@ -18,7 +18,7 @@ class Patience(NamedTuple):
 class LeaseSpec(NamedTuple):
     #: Keyword arguments of the core's `Requirements`.
     requirement_options: dict[str, Any]
-    patience: Patience
+    wait_limit: WaitLimit
     endpoints: tuple[str, ...]
     worker_id: str
     label: str | None
@@ -28,12 +28,12 @@ class LeaseSpec(NamedTuple):
     for_pid: int | None = None
 
     def as_message(self) -> dict[str, Any]:
-        return self._asdict() | {"patience": self.patience._asdict()}
+        return self._asdict() | {"wait_limit": self.wait_limit._asdict()}
 
     @classmethod
     def of_message(cls, message: dict[str, Any]) -> LeaseSpec:
-        patience, endpoints = Patience(**message["patience"]), tuple(message["endpoints"])
-        return cls(**message | {"patience": patience, "endpoints": endpoints})
+        wait_limit, endpoints = WaitLimit(**message["wait_limit"]), tuple(message["endpoints"])
+        return cls(**message | {"wait_limit": wait_limit, "endpoints": endpoints})
 
 
 def worker_name(what: str, pid: int | None = None) -> str:

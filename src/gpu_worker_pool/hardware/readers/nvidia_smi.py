@@ -111,7 +111,7 @@ class NvidiaSMIReader:
             uuids = {gpu.uuid for gpu in gpus.values()} - {None}
             for gpu in self._seen.values():
                 if gpu.index not in gpus and gpu.uuid not in uuids and gpu.pci_bus_id not in index_by_bus_id:
-                    gpus[gpu.index] = _lost(gpu.index, "nvidia-smi failed before it told of this GPU", None, gpu)
+                    gpus[gpu.index] = _lost(gpu.index, "nvidia-smi failed before it reported this GPU", None, gpu)
         # The driver numbers GPUs by bus id and skips none: those it cannot tell of have the numbers that are missing.
         # Beside no GPU at all there is nothing to count from, and the complaint becomes the error.
         if gpus:
