@@ -1,4 +1,4 @@
-"""Keys and tokens that the command line sends to servers: whose, and to whom they may be sent."""
+"""The keys and tokens that the command line sends to servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu_worker_pool.errors import ServiceRefusedError
 if TYPE_CHECKING:
     from gpu_worker_pool.leases.values import LeaseAsk
 
-#: Those of leases that nobody gave back, as when the host went down; whoever holds one says so all the time.
+#: Tokens of leases that were never released, as when the host crashed. Tokens in use are refreshed.
 _OLD_SECONDS: Final = 7 * 24 * 3600.0
 
 
@@ -28,19 +28,19 @@ def admin_key() -> str | None:
 
 
 def bearer(key: str, url: str) -> str:
-    """Raises a `ServiceRefusedError` rather than show a key to a network."""
+    """Raises a `ServiceRefusedError` if others could read the key on the network."""
     if not (is_private_url(url) or allows_insecure_key()):
         raise ServiceRefusedError(
-            "a key is not sent over plain http to another host, where others can read it: use https://, or, in a "
-            "network you trust, set GPU_POOL_ALLOW_INSECURE_KEY=1"
+            "keys are not sent over plain http to another host, where others can read them: use https://, or "
+            "export GPU_POOL_ALLOW_INSECURE_KEY=1 in a network you trust"
         )
     return f"Bearer {key}"
 
 
 class Tokens:
-    """The secrets of this user's requests at servers, so that another `gpu-pool` may end what one has begun.
+    """The tokens of this user's requests, so that `gpu-pool release` can end what `gpu-pool run` began.
 
-    In a folder of the user's own, whatever folder the host's programs share.
+    They are in the user's own state folder, never in the shared state directory.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -48,7 +48,7 @@ class Tokens:
         usual = (Path(base) if base else Path.home() / ".local" / "state") / "gpu-pool" / "requests"
         self._folder = folder or usual
 
-    # Without them a lease can be held all the same: so what goes wrong here is no error.
+    # A lease can be held without them, so errors here are ignored.
 
     def keep(self, ask: LeaseAsk) -> None:
         with suppress(OSError):
@@ -59,7 +59,7 @@ class Tokens:
             self._forget_old()
 
     def refresh(self, ask: LeaseAsk) -> None:
-        """It is still needed."""
+        """Mark it as still needed."""
         with suppress(OSError):
             os.utime(self._path(ask.request_id))
 
@@ -74,13 +74,13 @@ class Tokens:
             return None
 
     def _path(self, request_id: str) -> Path:
-        # A server says it: it must not lead elsewhere.
+        # The id may come from a server: it must not leave the folder.
         name = "".join(char if char.isalnum() or char in "._-" else "_" for char in request_id)
         return self._folder / f"request-{name}"
 
     def _forget_old(self) -> None:
         oldest = time.time() - _OLD_SECONDS
         for entry in self._folder.iterdir():
-            with suppress(OSError):  # others tidy up as well
+            with suppress(OSError):  # another process cleans up as well
                 if entry.lstat().st_mtime < oldest:
                     entry.unlink()

@@ -49,12 +49,8 @@ _REQUIREMENTS: Final[dict[str, Callable[[Command], Command]]] = {
         type=MemorySize(),
         help="Memory that must be free when the GPU is granted.",
     ),
-    "gpu_model": click.option(
-        "--model", "gpu_model", metavar="NAME", help="Only GPUs with this in their name, such as A100."
-    ),
-    "only": click.option(
-        "--only", type=GPUNames(), multiple=True, help="Only these GPUs: indices or UUIDs, separated by commas."
-    ),
+    "gpu_model": click.option("--model", "gpu_model", metavar="NAME", help="Part of the GPU's name, such as A100."),
+    "only": click.option("--only", type=GPUNames(), multiple=True, help="Only these: indices or UUIDs, with commas."),
     "exclude": click.option("--exclude", type=GPUNames(), multiple=True, help="None of these GPUs."),
     "priority": click.option(
         "--priority",
@@ -81,7 +77,7 @@ _REQUIREMENTS: Final[dict[str, Callable[[Command], Command]]] = {
 
 
 def requirements_options(command: Command) -> Command:
-    """Passes `requirement_options` to the command: keyword arguments of the core's `Requirements`, which loads later."""
+    """Passes `requirement_options` to the command: keyword arguments of the core's `Requirements`."""
 
     @wraps(command)
     def with_requirements(**given: Any) -> Any:

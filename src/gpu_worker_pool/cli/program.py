@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Each is in `commands/<name>.py`; with its line in `--help`.
 COMMANDS: Final = {
-    "run": "Wait for a GPU, run a command on it, give it back.",
+    "run": "Wait for a GPU, run a command on it, release it.",
     "wait": "Wait for a GPU for the calling shell.",
     "status": "Show GPUs, who holds them and who waits.",
     "top": "The same as status, live.",

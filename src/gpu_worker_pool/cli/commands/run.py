@@ -1,4 +1,4 @@
-"""`gpu-pool run`: wait for a GPU, run a command on it, give it back."""
+"""`gpu-pool run` waits for a GPU, runs a command on it, and releases it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _complete_command(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """As the shell would: a program first, then files."""
+    """Like a shell: a program first, then files."""
     from click.shell_completion import CompletionItem
 
     if context.params.get("command") or "/" in incomplete:
@@ -35,8 +35,8 @@ def _complete_command(context: click.Context, _: click.Parameter, incomplete: st
 
 
 @click.command(
-    short_help="Wait for a GPU, run a command on it, give it back.",
-    # Options behind the command are the command's own.
+    short_help="Wait for a GPU, run a command on it, release it.",
+    # Options behind the command belong to the command.
     context_settings={"allow_interspersed_args": False},
     epilog="""\
 \b
@@ -49,22 +49,22 @@ Examples:
 
 \b
 Exit status: the command's own, 128+N if signal N killed it, 126 or 127 if it cannot be run;
-65 if the wish can never be granted, 69 if no endpoint answered, 75 if nothing is free now
+65 if the request can never be granted, 69 if no endpoint answered, 75 if nothing is free now
 (--no-wait), 124 if it was not granted in time (--timeout).
 """,
 )
 @requirements_options
 @lease_options
-@click.option("--uuids", is_flag=True, help="Name GPUs by UUID instead of by number in CUDA_VISIBLE_DEVICES.")
+@click.option("--uuids", is_flag=True, help="Name GPUs by UUID instead of by index in CUDA_VISIBLE_DEVICES.")
 @click.option(
     "--on-lost",
     type=click.Choice(["warn", "terminate"]),
     default="warn",
     show_default=True,
-    help="What becomes of the command if its lease is lost.",
+    help="What to do with the command if its lease is lost.",
 )
-@click.option("--explain", "with_reasons", is_flag=True, help="While waiting, say GPU by GPU why.")
-@click.option("-q", "--quiet", is_flag=True, help="Say nothing while waiting.")
+@click.option("--explain", "with_reasons", is_flag=True, help="While waiting, print the reason for every GPU.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing while waiting.")
 @endpoint_option
 @click.argument(
     "command",
@@ -87,10 +87,10 @@ def run(
     endpoints: tuple[str, ...],
     command: tuple[str, ...],
 ) -> int:
-    """Wait until a GPU is really free, run COMMAND on it, and give it back.
+    """Wait until a GPU is really free, run COMMAND on it, and release it.
 
-    COMMAND sees the GPU, and no other, by CUDA_VISIBLE_DEVICES. Nobody else who asks gets it until COMMAND has
-    ended. While waiting, the place in the queue and the reason are told on stderr.
+    CUDA_VISIBLE_DEVICES shows COMMAND this GPU and no other. No other request gets the GPU until COMMAND has ended.
+    While it waits, the place in the queue and the reason are printed on stderr.
     """
     check_command(command)
     spec = LeaseSpec(requirement_options, wait_limit, endpoints, worker_name(command[0]), label, ttl)
