@@ -98,7 +98,7 @@ def test_a_signal_that_the_command_survived_does_not_end_what_it_leaves_behind(
     eventually(begun.exists)
     process.terminate()
     assert process.wait(30) == 0
-    assert "has left processes behind" in process.err
+    assert "left processes running" in process.err
     assert is_there(int(pid_file.read_text()))
 
 

@@ -1,4 +1,4 @@
-"""What `run` and `wait` ask the keeper for: plain values, made before anything heavy is loaded."""
+"""The lease spec: what `run` and `wait` ask the lease process for, as plain values that load fast."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 
 class WaitLimit(NamedTuple):
-    """How long to wait: None is for ever."""
-
+    #: None: no limit.
     timeout_seconds: float | None = None
-    #: Not at all, and that is no timeout.
+    #: Do not wait at all; this has its own exit status.
     is_no_wait: bool = False
 
 
@@ -22,9 +21,9 @@ class LeaseSpec(NamedTuple):
     endpoints: tuple[str, ...]
     worker_id: str
     label: str | None
-    #: None: as the environment says, else a minute.
+    #: None: from the environment, else 60 s.
     ttl_seconds: float | None
-    #: Whose end is the lease's end; None for the command that is run here.
+    #: The lease ends with this process; None: with the command of `run`.
     for_pid: int | None = None
 
     def as_message(self) -> dict[str, Any]:
@@ -37,7 +36,7 @@ class LeaseSpec(NamedTuple):
 
 
 def worker_name(what: str, pid: int | None = None) -> str:
-    """Who has the GPU, as others are told: who it is, what it does, and which process to look for."""
+    """The holder as others see it: user, program and pid."""
     import pwd
 
     try:

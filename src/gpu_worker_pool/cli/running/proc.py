@@ -1,13 +1,14 @@
-"""What /proc tells of processes."""
+"""Finds the descendants and ancestors of a process in /proc."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+
+from gpu_worker_pool.hardware.proc import process_stat
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, their children, and so on; those that have ended and were not yet looked at are not among them."""
+    """Children, their children, and so on, without zombies."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and (stat := process_stat(int(entry.name))) is not None and stat.state != "Z":
@@ -22,7 +23,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def ancestors_of(pid: int) -> list[int]:
-    """Its parent, the parent of that, and so on; not the first process of the host, whose child everybody is."""
+    """Its parent, grandparent, and so on, without pid 1."""
     found: list[int] = []
     while (stat := process_stat(pid)) is not None and stat.parent > 1:
         pid = stat.parent
@@ -31,29 +32,9 @@ def ancestors_of(pid: int) -> list[int]:
 
 
 def has_children(pid: int, besides: int) -> bool:
-    """Whether a process of ours has a child but the one named; cheap, where the kernel tells."""
+    """Whether it has another child; cheap if the kernel lists children."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return any(child != besides for child in descendants(pid))
     return any(int(child) != besides for child in children)
-
-
-class ProcessStat(NamedTuple):
-    command: str
-    state: str
-    parent: int
-    #: In ticks since the host booted: with the pid it names a process for good.
-    started_at: int
-
-
-def process_stat(pid: int) -> ProcessStat | None:
-    """None if it has gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    # The command stands in brackets and may hold brackets and blanks of its own.
-    command, _, rest = text.partition("(")[2].rpartition(")")
-    fields = rest.split()
-    return ProcessStat(command, fields[0], int(fields[1]), int(fields[19]))
