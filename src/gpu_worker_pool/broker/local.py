@@ -14,7 +14,7 @@ from gpu_worker_pool.ledger.host import open_host_ledger
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpu_worker_pool.hardware.sampler import Seen
+    from gpu_worker_pool.hardware.sampler import LatestSamples
     from gpu_worker_pool.hardware.samples import HostSample
 
 
@@ -53,7 +53,7 @@ class LocalBroker:
         )
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> LatestSamples:
         """What is known of the GPUs at this moment."""
         return self._sampler.seen
 
