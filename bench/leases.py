@@ -52,7 +52,7 @@ BARE_SERVER += ["--http", "gpu_worker_pool.gpu_server.connections:GuardedProtoco
 
 
 class Connection:
-    """One kept-open connection that asks and waits for the answer, with as little of its own as can be."""
+    """One keep-alive connection with minimal overhead."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -200,7 +200,7 @@ def _listen_to_nobody(_: object) -> None:
 
 
 async def grants_among(waiting: int, path: Path) -> float:
-    """Microseconds from a release to the next one's grant, both on the disk, with so many waiting."""
+    """Microseconds from a release to the next one's grant, both durable, with this many waiters."""
     ledger = SQLiteLedger(path, PoolSettings(), _listen_to_nobody)
     readings = tuple(
         Reading(f"GPU-{index}", index, "any", None, 24_000.0, 0.0, None, 0.0, processes=()) for index in range(8)

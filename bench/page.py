@@ -1,6 +1,6 @@
 """What the live page costs: bytes to load it, and CPU of a browser that shows 64 busy GPUs at one sample a second.
 
-Needs Chromium and playwright. No graphics card helps to draw here, which makes drawing as dear as it gets.
+Needs Chromium and playwright. Drawing is done without a graphics card, which is the slowest case.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ MOST_CPU = 0.10
 
 
 class BusyGPUs:
-    """Every value of every GPU changes with every reading, as it does where people work."""
+    """Every value of every GPU changes with every reading, as on a busy host."""
 
     def __init__(self) -> None:
-        self._random = random.Random(1)  # noqa: S311  # no secret
+        self._random = random.Random(1)  # noqa: S311  # not a secret
         self._utilization = [self._random.uniform(30, 90) for _ in range(GPUS)]
 
     def read(self) -> DriverAnswer:
@@ -94,8 +94,8 @@ def serving(folder: str) -> Iterator[str]:
 
 def take_all(url: str) -> None:
     for number in range(GPUS):
-        wish = {"worker_id": f"trainer-{number}", "label": f"experiment {number}", "ttl_seconds": 600}
-        body = json.dumps(wish | {"memory_threshold": 100, "utilization_threshold": 100}).encode()
+        requirements = {"worker_id": f"trainer-{number}", "label": f"experiment {number}", "ttl_seconds": 600}
+        body = json.dumps(requirements | {"memory_threshold": 100, "utilization_threshold": 100}).encode()
         request = urllib.request.Request(f"{url}/leases", body, {"Content-Type": "application/json"})  # noqa: S310
         with urllib.request.urlopen(request) as reply:  # noqa: S310
             assert reply.status == 201
@@ -122,7 +122,7 @@ def cpu_seconds_of_browsers() -> Counter[str]:
 
 
 def measure(url: str, chromium: str) -> tuple[int, Counter[str], float]:
-    """Bytes until all was shown that there is, CPU seconds afterwards, and how long that was."""
+    """Bytes until everything was shown, CPU seconds afterwards, and the wall time of those."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1920, "height": 1080})
@@ -132,7 +132,7 @@ def measure(url: str, chromium: str) -> tuple[int, Counter[str], float]:
         is_shown = False
 
         def arrived(event: dict[str, Any]) -> None:
-            # The stream goes on for ever: of it only what is there before the GPUs are shown counts.
+            # The stream never ends: count only what arrives before the GPUs are shown.
             if urls.get(event["requestId"], "").endswith("/events") and not is_shown:
                 received["/events"] += event["encodedDataLength"] or event["dataLength"]
 

@@ -1,4 +1,4 @@
-"""One table of ratios for every benchmark: what ours costs beside another's, and whether the target is reached."""
+"""Prints the table of a benchmark: our cost, the cost of the alternative, and whether the target is reached."""
 
 from __future__ import annotations
 

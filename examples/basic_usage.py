@@ -2,10 +2,10 @@
 
     $ GPU_SERVICE_ENDPOINT=http://gpu-server:8000 python examples/basic_usage.py
 
-Without a GPU at hand, start a server that pretends: `GPU_BACKEND=simulated:4 python -m gpu_worker_pool.gpu_server`.
+Without a GPU, start a server with simulated ones: `GPU_BACKEND=simulated:4 python -m gpu_worker_pool.gpu_server`.
 """
 
-# ruff: noqa: T201  # a program for people prints
+# ruff: noqa: T201  # an example prints
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpu_worker_pool import (
     WorkerTimeoutError,
 )
 
-#: Long enough for a server that has just been started; a program of yours will be more patient.
+#: Enough for a server that has just been started; a real program will wait longer.
 TIMEOUT_SECONDS = 30.0
 
 
@@ -36,10 +36,10 @@ async def show_the_pool(client: GPUWorkerPoolClient) -> None:
 
 
 async def use_one_gpu(client: GPUWorkerPoolClient) -> None:
-    """The plain way: ask, work, give back whatever happens."""
+    """The basic way: request, work, and always release."""
     assignment = await client.request_gpu(timeout=TIMEOUT_SECONDS, label="basic example")
     try:
-        # A child process sees this GPU and no other, by the same number that nvidia-smi gives it.
+        # A child process sees only this GPU, under the index that nvidia-smi shows.
         program = "import os; print('  a child sees CUDA_VISIBLE_DEVICES =', os.environ['CUDA_VISIBLE_DEVICES'])"
         print(f"{assignment.worker_id} has GPU {assignment.gpu_id}")
         sys.stdout.flush()
@@ -51,19 +51,19 @@ async def use_one_gpu(client: GPUWorkerPoolClient) -> None:
 
 
 async def share_among_workers(client: GPUWorkerPoolClient) -> None:
-    """More workers than GPUs: who comes first is served first, and nobody gets what another one has."""
+    """More workers than GPUs: first come, first served, and never two workers on one GPU."""
     holders: dict[object, int] = {}
 
     async def work(number: int) -> None:
         async with GPUContextManager(client, timeout=TIMEOUT_SECONDS) as gpu_id:
-            assert gpu_id not in holders, f"GPU {gpu_id} was given to {holders[gpu_id]} and {number}"
+            assert gpu_id not in holders, f"GPU {gpu_id} was assigned to {holders[gpu_id]} and {number}"
             holders[gpu_id] = number
             await asyncio.sleep(0.1)
             del holders[gpu_id]
 
     workers = 2 * client.get_pool_status().total_gpus + 1
     await asyncio.gather(*(work(number) for number in range(workers)))
-    print(f"{workers} workers were served, no two of them by one GPU at a time")
+    print(f"{workers} workers were served, never two on one GPU at a time")
 
 
 async def ask_for_something_special(client: GPUWorkerPoolClient) -> None:
@@ -82,7 +82,7 @@ async def main() -> int:
     try:
         async with GPUWorkerPoolClient() as client:
             if not client.get_pool_status().total_gpus:
-                # A server may still be starting. Whoever asks anyway waits until it is there.
+                # A server may still be starting: a request waits until it answers.
                 assignment = await client.request_gpu(timeout=TIMEOUT_SECONDS)
                 await client.release_gpu(assignment)
             await show_the_pool(client)

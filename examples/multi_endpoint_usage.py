@@ -1,10 +1,10 @@
-"""One pool over several servers: who gets what, how each server is, and what happens when one fails.
+"""One pool over several servers: assignments, the health of each server, and what happens when one fails.
 
 $ GPU_STATS_SERVICE_ENDPOINTS=http://gpu1:8000,http://gpu2:8000 python examples/multi_endpoint_usage.py
 $ GPU_STATS_SERVICE_ENDPOINTS=big=http://gpu1:8000,small=http://gpu2:8000 python examples/multi_endpoint_usage.py
 """
 
-# ruff: noqa: T201  # a program for people prints
+# ruff: noqa: T201  # an example prints
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def show_the_endpoints(client: GPUWorkerPoolClient) -> None:
 
 
 async def compare_strategies() -> None:
-    """One request after the other, each given back before the next; then who served how many."""
+    """Request and release one GPU after the other; then print how many each server granted."""
     for strategy in ("availability", "round_robin", "weighted"):
         async with gpu_worker_pool_client(load_balancing_strategy=strategy) as client:
             for _ in range(12):
@@ -47,13 +47,13 @@ async def compare_strategies() -> None:
 async def use_one_gpu(client: GPUWorkerPoolClient) -> None:
     assignment = await client.request_gpu(timeout=TIMEOUT_SECONDS)
     assert isinstance(assignment, GlobalGPUAssignment)
-    # The global id says which host; what a process on that host needs is in `env`, with the host's own number.
+    # The global id names the host; `env` has what a process on that host needs, with the index on that host.
     print(f"{assignment.gpu_id} is GPU {assignment.local_gpu_id} of {assignment.endpoint_id}: {assignment.env}")
     await client.release_gpu(assignment)
 
 
 async def wait_out_a_failure(client: GPUWorkerPoolClient) -> None:
-    """What you would do in a program that must not fail because all servers are being rebooted."""
+    """For a program that must survive a reboot of all servers."""
 
     async def ask() -> GPUAssignment:
         return await client.request_gpu(timeout=TIMEOUT_SECONDS)
@@ -61,8 +61,8 @@ async def wait_out_a_failure(client: GPUWorkerPoolClient) -> None:
     assignment = await client.queue_request_for_retry(ask)
     await client.release_gpu(assignment)
     for endpoint_id in client.get_error_recovery_status()["degradation_manager"]["degraded_endpoints"]:
-        # Somebody has just repaired it: no need to wait until its breaker thinks so.
-        print(f"asking {endpoint_id} again: {await client.trigger_endpoint_recovery(endpoint_id)}")
+        # If it was just repaired, there is no need to wait for its breaker.
+        print(f"polling {endpoint_id} again: {await client.trigger_endpoint_recovery(endpoint_id)}")
     client.print_error_recovery_summary()
 
 

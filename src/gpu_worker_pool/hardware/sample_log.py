@@ -74,7 +74,7 @@ class SampleLog:
 
     def try_lock(self) -> bool:
         if any(os.fstat(descriptor).st_nlink == 0 for descriptor in (self._file, self._lock, self._relief)):
-            self._open()  # the files were deleted: our lock would exclude nobody
+            self._open()  # the files were deleted: our lock would exclude no process
         if _try_flock(self._lock):
             self._locked = self._lock
             os.pwrite(self._lock, self._identity, 0)

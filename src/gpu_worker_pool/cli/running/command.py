@@ -229,7 +229,7 @@ class CommandOnGPU(Front):
             return
         try:
             terminal = os.open("/dev/tty", os.O_RDWR)
-        except OSError:  # without a terminal nobody could continue us
+        except OSError:  # without a terminal we could not be continued
             return
         with os.fdopen(terminal), suppress(OSError):
             # If the command is a shell, it has its own process group.
