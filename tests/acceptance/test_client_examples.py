@@ -466,7 +466,7 @@ class TestConfigurationValidator:
 
     @pytest.mark.parametrize(
         ("pair", "hint"),
-        [((0.8, 90), "did you mean 80"), ((90, 80), "swapped"), ((0, 90), "ever available"), ((80, 100), "without free room")],
+        [((0.8, 90), "did you mean 80"), ((90, 80), "swapped"), ((0, 90), "ever available"), ((80, 100), "free room")],
     )
     def test_thresholds_that_are_hardly_meant(self, validator: Any, pair: tuple[float, float], hint: str) -> None:
         result = validator.validate_thresholds(*pair)
