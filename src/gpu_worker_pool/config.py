@@ -1,7 +1,6 @@
-"""Settings from arguments and environment variables; it reads one mapping and connects to nothing.
+"""The client's settings, from arguments and environment variables; it connects to nothing.
 
-A bad argument is a `ValueError`. A bad variable is logged and its default used: whoever runs a program is not
-always who wrote it, and a typo in a profile should not keep it from starting.
+A bad argument raises a `ValueError`. A bad variable is logged, and its default is used (`environment.py` says why).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Who decides which GPU is whose: servers that offer leases, or this process alone.
+#: What assigns GPUs: servers with leases, or this process alone.
 Coordination = Literal["auto", "leases", "local"]
 
 DEFAULT_SERVICE_ENDPOINT = "http://localhost:8080"
@@ -41,11 +40,11 @@ DEFAULT_COORDINATION: Coordination = "auto"
 DEFAULT_LEASE_TTL = 60.0
 SHORTEST_LEASE_TTL, LONGEST_LEASE_TTL = 2.0, 3600.0
 
-#: Stands for the GPUs of this host without a server.
+#: This host's GPUs without a server.
 LOCAL_ENDPOINT = "local://"
 
 
-# --- numbers and choices: a validator returns the value to use, or raises a ValueError that names it ---
+# --- numbers and choices: a validator returns the value, or raises a ValueError that names it ---
 
 
 def validate_threshold(value: object, name: str = "threshold") -> float:
@@ -91,10 +90,10 @@ def validate_lease_ttl(value: object, name: str = "lease_ttl") -> float:
 
 
 def validate_api_key(value: object, name: str = "api_key") -> str:
-    """Never shows what it was given: a key with a typo in it is nearly a key."""
+    """The error never shows the value: a key with a typo is almost a key."""
     if isinstance(value, str) and _API_KEY.fullmatch(value):
         return value
-    what = "one with other characters" if isinstance(value, str) else f"a value of type {type(value).__name__}"
+    what = "a text with others" if isinstance(value, str) else f"a value of type {type(value).__name__}"
     raise ValueError(f"{name} must be a key of 1 to 512 ASCII characters without blanks, not {what}")
 
 
@@ -115,12 +114,12 @@ def _is_number(value: object) -> TypeGuard[float]:
 class EndpointConfig:
     #: Without a colon, so that `global_gpu_id.split(":")` works.
     endpoint_id: str
-    #: In one spelling only: lower-case scheme and host, no default port, no trailing slash.
+    #: Normalized: lower-case scheme and host, no default port, no trailing slash.
     url: str
 
 
 def is_private_url(url: str) -> bool:
-    """Whether nobody in between can read along: https, or this host."""
+    """Whether others on the network cannot read it: https, or this host."""
     return not url.startswith("http://") or is_loopback_url(url)
 
 
@@ -131,7 +130,7 @@ def is_loopback_url(url: str) -> bool:
     host = match["host"].lower()
     if host == "localhost":
         return True
-    with contextlib.suppress(ValueError):  # a name, and who knows where it leads
+    with contextlib.suppress(ValueError):  # a host name: unknown
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     return False
 
@@ -169,7 +168,7 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def _read_endpoints(value: object, name: str) -> tuple[tuple[EndpointConfig, ...], list[str]]:
-    """The good entries, and for each bad one what is wrong with it."""
+    """The valid entries, and the problem of each bad one."""
     names: dict[_Address, str | None] = {}
     problems = []
     for entry, shown in _entries(value):
@@ -184,13 +183,13 @@ def _read_endpoints(value: object, name: str) -> tuple[tuple[EndpointConfig, ...
 
 
 def _entries(value: object) -> Iterator[tuple[str, str]]:
-    """Each entry, and how to show it to people: never with a password in it."""
+    """Each entry, and a form to show that contains no password."""
     if isinstance(value, str):
         parts = value.split(",")
         last_secret = max((i for i, part in enumerate(parts) if "@" in part), default=-1)
         for i, part in enumerate(parts):
             if part.strip():
-                # A password may have had a comma in it, and this be its first half.
+                # This may be the first half of a password that contains a comma.
                 yield part.strip(), f"entry {i + 1}" if i < last_secret else _shown(part)
     else:
         for entry in value if isinstance(value, Iterable) else [value]:
@@ -202,7 +201,7 @@ def _entries(value: object) -> Iterator[tuple[str, str]]:
 
 def _shown(entry: str) -> str:
     before, at, rest = entry.strip().rpartition("@")
-    # People put keys into queries, too.
+    # A query may contain a key.
     rest = "" if "?" in before else re.sub(r"\?.*", "?***", rest, flags=re.DOTALL)
     return repr(f"***@{rest}" if at else rest)
 
@@ -225,7 +224,7 @@ def _check_name(name: str | None, address: _Address, names: Mapping[_Address, st
 
 
 def _parse_url(text: str) -> _Address:
-    # Also in a path, because a slash in a password makes it look like one.
+    # Also in the path: a slash in a password makes the rest look like a path.
     if "@" in text:
         raise ValueError("a URL must not hold a user name or password; use an API key instead")
     if text.lower() == LOCAL_ENDPOINT:
@@ -238,7 +237,7 @@ def _parse_url(text: str) -> _Address:
     if "://" in path:
         raise ValueError("it looks like several URLs in one")
     if not 0 < port < 65536:
-        raise ValueError(f"there is no port {port}")
+        raise ValueError(f"port {port} is not valid")
     if match["ipv6"]:
         host = f"[{ipaddress.IPv6Address(match['ipv6'])}]"
     shown_port = "" if port == _DEFAULT_PORTS[scheme] else f":{port}"
@@ -254,7 +253,7 @@ def _identified(names: Mapping[_Address, str | None]) -> Iterator[EndpointConfig
             wanted = address.host_and_port
             if uses[wanted] > 1:
                 wanted += re.sub(r"[^A-Za-z0-9.-]+", "_", address.path)
-            # A number tells apart what still collides, such as http://host:443 and https://host.
+            # A number separates ids that still collide, such as http://host:443 and https://host.
             candidates = itertools.chain([wanted], (f"{wanted}_{number}" for number in itertools.count(2)))
             name = next(candidate for candidate in candidates if candidate not in taken)
             taken.add(name)
@@ -304,7 +303,7 @@ class EnvironmentConfigurationManager:
     ) -> T:
         def parse(text: str, name: str) -> T:
             value: object = text
-            with contextlib.suppress(ValueError):  # the validator says better what was expected
+            with contextlib.suppress(ValueError):  # the validator gives the better error
                 value = convert(text)
             return validate(value, name)
 
@@ -321,7 +320,7 @@ class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
         return bool(self._get_multiple_endpoints())
 
     def is_endpoint_configured(self) -> bool:
-        """Whether anything, good or bad, was said about endpoints."""
+        """Whether a variable names endpoints, valid or not."""
         return any(map(self._environment.text, (*self._ENDPOINT_LISTS, "GPU_SERVICE_ENDPOINT")))
 
     def get_load_balancing_strategy(self) -> Strategy:
@@ -355,7 +354,7 @@ class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
     def get_api_key(self) -> str | None:
         return self._environment.get("GPU_POOL_API_KEY", None, validate_api_key)
 
-    #: The first that names a good URL wins.
+    #: The first with a valid URL wins.
     _ENDPOINT_LISTS = ("GPU_STATS_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINTS")
 
     def _get_multiple_endpoints(self) -> list[EndpointConfig]:
@@ -376,11 +375,11 @@ class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """What a client goes by; every value was checked."""
+    """The checked settings of a client."""
 
     endpoints: tuple[EndpointConfig, ...]
     multi_endpoint: bool
-    #: Nobody named an endpoint, so that others may be tried in its place.
+    #: No endpoint was configured, so the client may try another port.
     endpoint_is_default: bool
     load_balancing_strategy: Strategy
     memory_threshold: float
@@ -393,12 +392,12 @@ class PoolConfig:
     endpoint_health_check_interval: float
     coordination: Coordination
     lease_ttl: float
-    #: A secret: in no text, log or error.
+    #: Secret: never shown in text, logs or errors.
     api_key: str | None = field(repr=False)
     allow_insecure_key: bool
 
     def pool_id(self, endpoint_id: str) -> str:
-        """How the pool knows an endpoint: with one alone, GPUs are known by their numbers, and it by no name."""
+        """The id of an endpoint in the pool: empty with a single endpoint, whose GPUs have plain indices."""
         return endpoint_id if self.multi_endpoint else ""
 
     @classmethod
@@ -422,7 +421,7 @@ class PoolConfig:
         allow_insecure_key: bool = False,
         environ: Mapping[str, str] | None = None,
     ) -> Self:
-        """An argument wins over every variable; what is left out is read from `environ`."""
+        """Arguments override variables; missing ones are read from `environ`."""
         env = MultiEndpointConfigurationManager(environ)
 
         def pick(name: str, value: object, validate: Callable[[object, str], T], get: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""The values users and components exchange: immutable, checked when made; no I/O, no clock, no decisions.
+"""The public values: immutable, and checked when they are made; no I/O, no clock, no decisions.
 
 What could not be read is `None`, never 0: a broken sensor must not look like an idle GPU.
 """
@@ -23,12 +23,12 @@ def make_global_gpu_id(endpoint_id: str, local_gpu_id: int) -> str:
 
 
 def gpu_id_in_pool(endpoint_id: str, index: int) -> str:
-    """For the pool itself: an endpoint alone has no name, and its GPUs are known by their numbers."""
+    """For the pool itself: a single endpoint has no id, and its GPUs have plain indices."""
     return f"{endpoint_id}:{index}" if endpoint_id else str(index)
 
 
 def split_global_gpu_id(global_gpu_id: str) -> tuple[str, int]:
-    """Undo `make_global_gpu_id`; only what it makes is accepted, so that equal GPUs have equal ids."""
+    """Undo `make_global_gpu_id`; other spellings are refused, so that equal GPUs have equal ids."""
     _check_text("global_gpu_id", global_gpu_id)
     endpoint_id, _, index = global_gpu_id.partition(":")
     canonical = index.isascii() and index.isdigit() and (index == "0" or index[0] != "0")
@@ -54,11 +54,11 @@ class GPUInfo:
     memory_used_mb: float | None = None
     #: Why the GPU cannot be used; `None` for a healthy one.
     fault: str | None = None
-    #: Promised by its server to a lease, so that clients that assign in process keep off it.
+    #: Its server has leased it, so clients that assign in process must not use it.
     leased: bool = False
-    #: False where the device has no such sensor (MIG), which is no fault.
+    #: False if the device has no such sensor (MIG); that is not a fault.
     reports_utilization: bool = True
-    #: Processes on the GPU; `None` where the server cannot see them or does not tell.
+    #: Processes on the GPU; `None` if the server cannot see them or does not report them.
     process_count: int | None = None
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class GPUStats:
     average_utilization_percent: float | None
     gpus_summary: list[GPUInfo]
     total_memory_usage_percent: float | None
-    #: The server's local time, for people to read; reckon with `sample_age_seconds` instead.
+    #: The server's local time, for display; use `sample_age_seconds` for calculations.
     timestamp: str
     _: KW_ONLY
     sample_age_seconds: float = 0.0
@@ -103,10 +103,10 @@ class GPUStats:
         _check_percent("total_memory_usage_percent", self.total_memory_usage_percent)
         _check_text("timestamp", self.timestamp, may_be_empty=True)
         _check_number("sample_age_seconds", self.sample_age_seconds, may_be_unknown=False)
-        # Fewer rows than GPUs is fine: a row that made no sense was left out.
+        # Fewer rows than GPUs is fine: invalid rows were left out.
         _check_at_most("len(gpus_summary)", len(self.gpus_summary), "gpu_count", self.gpu_count)
         if len({gpu.gpu_id for gpu in self.gpus_summary}) < len(self.gpus_summary):
-            raise ValueError(f"gpus_summary names a GPU twice: {[gpu.gpu_id for gpu in self.gpus_summary]}")
+            raise ValueError(f"gpus_summary lists a GPU twice: {[gpu.gpu_id for gpu in self.gpus_summary]}")
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class EndpointInfo:
         _check_number("response_time_ms", self.response_time_ms)
 
 
-# --- who has a GPU, and who waits ---
+# --- assignments and waiting workers ---
 
 
 class LeaseHealth(Protocol):
@@ -177,7 +177,7 @@ class AssignedGPU(Protocol):
 
 @dataclass(frozen=True)
 class GPUAssignment:
-    """What a worker gets: one GPU or, where it asked for more, several of one host."""
+    """One GPU for a worker or, if it asked for more, several of one host."""
 
     #: The first GPU: an index with one endpoint, a global id in a `GlobalGPUAssignment`.
     gpu_id: GPUId
@@ -215,17 +215,17 @@ class GPUAssignment:
 
     @property
     def local_gpu_ids(self) -> tuple[int, ...]:
-        """The GPUs' indices on their own host."""
+        """The indices of the GPUs on their host."""
         return tuple(map(int, self.gpu_ids))
 
     @property
     def env(self) -> dict[str, str]:
-        """What a process started on the GPUs' host needs to see these GPUs and no others."""
-        # A MIG device has no index of its own, and an index would show its whole parent.
+        """Environment variables that show a process on the GPUs' host these GPUs and no others."""
+        # A MIG device has no index; the index of its GPU would show the whole GPU.
         mig = any(uuid.startswith("MIG-") for uuid in self.gpu_uuids)
         devices: Iterable[GPUId] = self.gpu_uuids if mig else self.local_gpu_ids
         visible = ",".join(map(str, devices))
-        # Without it CUDA counts fastest first, not in the order of nvidia-smi.
+        # Otherwise CUDA numbers the fastest GPU first, unlike nvidia-smi.
         env = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         if self.lease_id is not None:
             env |= {"NVIDIA_VISIBLE_DEVICES": visible, "GPU_POOL_LEASE_ID": self.lease_id}
@@ -263,7 +263,7 @@ class GPUAssignment:
 
     def _check_gpu_uuids(self) -> None:
         if len(self.gpu_uuids) != len(self.gpu_ids):
-            raise ValueError(f"gpu_uuids must be as many as gpu_ids {self.gpu_ids!r}, not {self.gpu_uuids!r}")
+            raise ValueError(f"gpu_uuids must be one per entry of gpu_ids {self.gpu_ids!r}, not {self.gpu_uuids!r}")
         for uuid in self.gpu_uuids:
             _check_text("gpu_uuids", uuid)
 
@@ -272,7 +272,7 @@ class GPUAssignment:
 class GlobalGPUAssignment(GPUAssignment):
     """An assignment on one of several endpoints; `gpu_id` and `gpu_ids` hold global ids."""
 
-    # Inherited fields come first in a dataclass; patterns should read like the constructor.
+    # Inherited fields come first in a dataclass; patterns should match the constructor.
     __match_args__ = ("global_gpu_id", "endpoint_id", "local_gpu_id", "worker_id", "assigned_at")
 
     gpu_id: str = field(init=False, repr=False)
@@ -401,7 +401,7 @@ class MultiEndpointPoolStatus(PoolStatus):
 
     total_endpoints: int
     healthy_endpoints: int
-    #: This is what is kept, because it may say more about an endpoint than `EndpointInfo` has fields for.
+    #: May have more keys than `EndpointInfo` has fields.
     endpoint_details: list[dict[str, Any]]
 
     def __init__(
@@ -436,7 +436,7 @@ class MultiEndpointPoolStatus(PoolStatus):
         return [EndpointInfo(**values) for values in known]
 
 
-# --- checks: each names the field and the value ---
+# --- checks: the error names the field and the value ---
 
 
 def _check_text(name: str, value: object, *, may_be_empty: bool = False) -> None:

@@ -466,7 +466,7 @@ class TestConfigurationValidator:
 
     @pytest.mark.parametrize(
         ("pair", "hint"),
-        [((0.8, 90), "is 80 meant"), ((90, 80), "swapped"), ((0, 90), "ever available"), ((80, 100), "no room left")],
+        [((0.8, 90), "did you mean 80"), ((90, 80), "swapped"), ((0, 90), "ever available"), ((80, 100), "free room")],
     )
     def test_thresholds_that_are_hardly_meant(self, validator: Any, pair: tuple[float, float], hint: str) -> None:
         result = validator.validate_thresholds(*pair)
@@ -481,12 +481,12 @@ class TestConfigurationValidator:
     @pytest.mark.parametrize(
         ("url", "hint"),
         [
-            ("gpu-server:8000", "is http://gpu-server:8000 meant"),
+            ("gpu-server:8000", "did you mean http://gpu-server:8000"),
             ('"http://gpu-server:8000"', "quotes"),
             ("http://gpu1:8000,http://gpu2:8000", "service_endpoints"),
             ("ftp://gpu-server", "http://"),
             ("http://me:secret@gpu-server:8000", "password"),
-            ("http://gpu-server:99999", "no port"),
+            ("http://gpu-server:99999", "port 99999 is not valid"),
             ("", "http://"),
             (8000, "a string"),
             (None, "a string"),

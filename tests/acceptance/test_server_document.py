@@ -266,7 +266,7 @@ CHECKLIST = (
     lines(
         492,
         492,
-        "nvidia-smi may not be executed",
+        "nvidia-smi is not executable for this user",
         f"{FAULTS}::test_a_tool_that_may_not_be_executed_is_reported_as_such",
         f"{NVIDIA_SMI}::test_a_tool_that_may_not_be_executed",
     ),

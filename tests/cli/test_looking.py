@@ -62,8 +62,8 @@ def test_what_people_see(programs: Programs) -> None:
 
 
 def test_nothing_to_see(programs: Programs) -> None:
-    assert programs.call("leases").stdout == "nobody holds a GPU\n"
-    assert programs.call("queue").stdout == "nobody waits\n"
+    assert programs.call("leases").stdout == "no leases\n"
+    assert programs.call("queue").stdout == "no waiting requests\n"
     assert "1 free, 0 waiting" in programs.call("status").stdout
     assert programs.call("explain").stdout.startswith("one GPU: could be granted now\n")
 
@@ -247,7 +247,7 @@ def test_an_endpoint_that_cannot_be_used_does_not_hide_the_others(programs: Prog
             assert "1 x Healthy, 1 free" in done.stdout
             assert f"failed: {BAD_BACKEND}" in done.stdout
         listed = programs.call("leases", *at, GPU_BACKEND="nonsense")
-        assert listed.stdout == "nobody holds a GPU\n"
+        assert listed.stdout == "no leases\n"
         assert listed.stderr.startswith(f"gpu-pool: local: {BAD_BACKEND}")
     alone = programs.call("status", GPU_BACKEND="nonsense")
     assert (alone.returncode, alone.stdout) == (69, "")
@@ -318,7 +318,7 @@ def test_a_well_host(programs: Programs) -> None:
     done = programs.call("doctor")
     assert done.returncode == 0
     assert done.stdout.rstrip().endswith("all is well")
-    assert "the GPUs are pretended" in done.stdout
+    assert "the GPUs are simulated" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_a_well_host(programs: Programs) -> None:
         ({"GPU_BACKEND": "nvidia-smi", "PATH": "/usr/bin:/bin"}, "GPUs", "nvidia-smi"),
         ({"GPU_BACKEND": "nonsense"}, "driver", BAD_BACKEND),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, "visible devices", "hides every GPU"),
-        ({"CUDA_VISIBLE_DEVICES": "7"}, "visible devices", "names none of the GPUs"),
+        ({"CUDA_VISIBLE_DEVICES": "7"}, "visible devices", "matches no GPU"),
         ({"GPU_SERVICE_ENDPOINT": "http://127.0.0.1:9"}, "127.0.0.1_9", "connection refused"),
         ({"GPU_POOL_STATE_DIR": "/proc/nowhere"}, "state directory", "/proc/nowhere"),
         ({"GPU_ENDPOINT_TIMEOUT": "-3"}, "GPU_ENDPOINT_TIMEOUT", "number of seconds above 0"),
@@ -369,7 +369,7 @@ def test_serve_refuses_nonsense(programs: Programs) -> None:
     for host in ("nonsense..x", "192.0.2.1"):
         done = programs.call("serve", "--simulate", "1", "--host", host)
         assert done.returncode == 2
-        assert f"there is no address '{host}' on this host" in done.stderr
+        assert f"no address '{host}' on this host" in done.stderr
         assert "--port" not in done.stderr
 
 

@@ -87,9 +87,7 @@ def test_no_traceback_whatever_happens(programs: Programs) -> None:
         done = programs.call(*arguments)
         assert done.returncode in (1, 69), (arguments, done)
         assert "Traceback" not in done.stderr
-        assert done.stderr.startswith("gpu-pool: this host's programs have no place to meet (GPU_POOL_STATE_DIR): "), (
-            done.stderr
-        )
+        assert done.stderr.startswith("gpu-pool: no usable state directory (GPU_POOL_STATE_DIR): "), done.stderr
         assert str(programs.folder / "state") in done.stderr
 
 

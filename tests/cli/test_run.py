@@ -49,7 +49,7 @@ def test_a_command_killed_by_a_signal(programs: Programs, number: signal.Signals
 def test_commands_that_cannot_be_run(programs: Programs, tmp_path: Path) -> None:
     missing = programs.call("run", "--", "no-such-program")
     assert missing.returncode == 127
-    assert missing.stderr == "gpu-pool: there is no program 'no-such-program'; is it in PATH?\n"
+    assert missing.stderr == "gpu-pool: program 'no-such-program' not found; is it in PATH?\n"
     plain = tmp_path / "plain"
     plain.write_text("no program")
     refused = programs.call("run", "--", plain)
@@ -63,7 +63,7 @@ def test_commands_that_cannot_be_run(programs: Programs, tmp_path: Path) -> None
     orphan.chmod(0o755)
     done = programs.call("run", "--", orphan)
     assert done.returncode == 126
-    assert "its first line names '/no/such/interpreter', which is not there" in done.stderr
+    assert "its first line names '/no/such/interpreter', which does not exist" in done.stderr
     assert programs.leases() == []
 
 
@@ -259,12 +259,11 @@ def test_visible_devices_are_a_wish(programs: Programs) -> None:
     assert done.stderr == ""
     some = programs.call("run", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="1,9")
     assert some.stdout == "1\n"
-    assert some.stderr == "gpu-pool: ignoring GPUs that CUDA_VISIBLE_DEVICES lists and this host does not have: 9\n"
+    assert some.stderr == "gpu-pool: CUDA_VISIBLE_DEVICES lists GPUs that this host does not have (9): ignoring them\n"
     nothing = programs.call("run", "--", "true", CUDA_VISIBLE_DEVICES="NoDevFiles")
     assert nothing.returncode == 0
     assert nothing.stderr == (
-        "gpu-pool: ignoring GPUs that CUDA_VISIBLE_DEVICES lists and this host does not have: NoDevFiles; "
-        "any GPU may be granted\n"
+        "gpu-pool: CUDA_VISIBLE_DEVICES lists GPUs that this host does not have (NoDevFiles): using all GPUs\n"
     )
     hidden = programs.call("run", "--", "true", CUDA_VISIBLE_DEVICES="-1")
     assert hidden.returncode == 65
@@ -287,7 +286,7 @@ def test_what_a_command_leaves_behind_is_said(programs: Programs, tmp_path: Path
     done = programs.call("run", "--", "sh", "-c", f"sleep 20 > /dev/null 2>&1 & echo $! > {pid_file}")
     assert done.returncode == 0
     left = int(pid_file.read_text())
-    assert f"the command has left processes behind ({left})" in done.stderr
+    assert f"the command left processes running ({left})" in done.stderr
     assert is_there(left)
     # With simulated GPUs nobody is seen to be on it any more.
     assert eventually(lambda: programs.call("run", "--no-wait", "--", "true").returncode == 0)

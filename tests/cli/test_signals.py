@@ -98,7 +98,7 @@ def test_a_signal_that_the_command_survived_does_not_end_what_it_leaves_behind(
     eventually(begun.exists)
     process.terminate()
     assert process.wait(30) == 0
-    assert "has left processes behind" in process.err
+    assert "left processes running" in process.err
     assert is_there(int(pid_file.read_text()))
 
 
@@ -184,7 +184,7 @@ def test_a_killed_keeper_is_a_lost_lease(programs: Programs, on_lost: str) -> No
         process.terminate()
     assert process.wait(10) == 143
     told = process.err
-    assert "gpu-pool: the lease is lost: the process that kept the lease has ended" in told
+    assert "gpu-pool: the lease is lost: the lease process has ended" in told
     assert ("ending the command" in told) == (on_lost == "terminate")
 
 

@@ -129,7 +129,7 @@ def test_export_and_json(programs: Programs) -> None:
 def test_export_and_json_contradict_each_other(programs: Programs) -> None:
     done = programs.call("wait", "--json", "--export")
     assert done.returncode == 2
-    assert "--json and --export contradict each other" in done.stderr
+    assert "--json and --export exclude each other" in done.stderr
 
 
 def test_it_is_renewed(programs: Programs) -> None:

@@ -266,7 +266,7 @@ TWINS = [GPUInfo(1, "A100", 1.0, 1.0), GPUInfo(1, "A100", 2.0, 2.0)]
     ("model", "changes", "message"),
     [
         (GPUStats, {"gpu_count": 1}, "len(gpus_summary) must be at most gpu_count 1, but is 2"),
-        (GPUStats, {"gpus_summary": TWINS}, "gpus_summary names a GPU twice: [1, 1]"),
+        (GPUStats, {"gpus_summary": TWINS}, "gpus_summary lists a GPU twice: [1, 1]"),
         (
             GPUStats,
             {"total_memory_mb": 4095},
@@ -291,12 +291,12 @@ TWINS = [GPUInfo(1, "A100", 1.0, 1.0), GPUInfo(1, "A100", 2.0, 2.0)]
         (
             GPUAssignment,
             {"gpu_uuids": ("a", "b")},
-            "gpu_uuids must be as many as gpu_ids (0,), not ('a', 'b')",
+            "gpu_uuids must be one per entry of gpu_ids (0,), not ('a', 'b')",
         ),
         (
             GPUAssignment,
             {"gpu_ids": (0, 1), "gpu_uuids": ("a",)},
-            "gpu_uuids must be as many as gpu_ids (0, 1), not ('a',)",
+            "gpu_uuids must be one per entry of gpu_ids (0, 1), not ('a',)",
         ),
         (GPUAssignment, {"gpu_uuids": (1,)}, "gpu_uuids must be a str, not 1"),
         (GPUAssignment, {"gpu_uuids": ("",)}, "gpu_uuids must not be empty"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpu_worker_pool.hardware.readers import Reader
-    from gpu_worker_pool.hardware.sampler import Seen
+    from gpu_worker_pool.hardware.sampler import LatestSamples
     from gpu_worker_pool.hardware.samples import HostSample
 
 
@@ -78,7 +78,7 @@ class LocalBroker:
         )
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> LatestSamples:
         """What is known of the GPUs at this moment."""
         return self._sampler.seen
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core import LeaseState
-from gpu_worker_pool.hardware.readers.simulated import Holder
+from gpu_worker_pool.hardware.readers.simulated import SimulatedHolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -27,9 +27,9 @@ class SimulatedLoad:
     def __init__(self, clock: Callable[[], float] = boot_time) -> None:
         self._clock = clock
         self._leases: dict[str, Lease] = {}
-        self._ended: deque[Holder] = deque(maxlen=MOST_ENDED)
+        self._ended: deque[SimulatedHolder] = deque(maxlen=MOST_ENDED)
         #: Replaced as a whole, so that any thread may read it.
-        self._holders: tuple[Holder, ...] = ()
+        self._holders: tuple[SimulatedHolder, ...] = ()
         self._is_known = threading.Event()
 
     @classmethod
@@ -48,7 +48,7 @@ class SimulatedLoad:
         self._holders = (*self._ended, *holding)
         self._is_known.set()
 
-    def holders(self) -> tuple[Holder, ...]:
+    def holders(self) -> tuple[SimulatedHolder, ...]:
         """For the sampler's thread. Waits until the leases are known: before, every GPU would look idle."""
         self._is_known.wait(KNOWN_SECONDS)
         return self._holders
@@ -57,9 +57,9 @@ class SimulatedLoad:
         return lease.quarantine.since if lease.quarantine else None
 
 
-def _holders_of(lease: Lease, until: float | None) -> list[Holder]:
+def _holders_of(lease: Lease, until: float | None) -> list[SimulatedHolder]:
     return [
-        Holder(
+        SimulatedHolder(
             held.uuid or held.gpu_id,
             lease.granted_at,
             until,

@@ -1,4 +1,4 @@
-"""`gpu-pool`, the command line. Whatever it does is done by the package: commands parse, call and print."""
+"""The `gpu-pool` command line: its commands parse arguments, call the package and print the result."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: These need a process that keeps their lease.
+#: These need a lease process.
 _WITH_LEASE = ("run", "wait")
-#: These have others' code running in them, which may have something to tidy up.
+#: These run uvicorn or rich in this process, which clean up at exit.
 _HOSTS = ("serve", "demo")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script; also `python -m gpu_worker_pool`. Ends the process."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing yet to tidy up, nor to tell
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to clean up yet
     _open_missing_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # Anything but this comes later: what it loads takes longer than all the rest.
+    # First of all: the modules that the lease process loads take the longest.
     if words[:1] and words[0] in _WITH_LEASE and not {"-h", "--help"} & set(words):
         status = _run_with_lease_process(words)
     else:
@@ -34,22 +34,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_missing_streams() -> None:
-    """Whoever was started with a closed stdin, stdout or stderr must not find its own files there.
+    """Occupy a closed stdin, stdout or stderr, so that no file of ours gets its number.
 
-    A command that is run finds them closed again, as if it had been started alone.
+    The command of `run` finds it closed again, as if it had been started without `gpu-pool`.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is not open, which is this one
-    # `sys.__stdout__` still tells that there was none.
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    # `sys.__stdout__` still says that it was closed.
     if sys.stdout is None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # for the whole life of the process
     if sys.stderr is None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        # What a terminal cannot show must not keep the rest from being shown.
+        # A character that the terminal cannot show must not hide the rest.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
@@ -61,16 +61,16 @@ def _run_with_lease_process(words: Sequence[str]) -> int:
     try:
         with LeaseProcess.prepared(words):
             return _run(words)
-    except CommandError as error:  # there is none on this system
-        return error.tell()
+    except CommandError as error:  # not available on this system
+        return error.report()
 
 
 def _exit(status: int) -> NoReturn:
-    """At once: to take everything apart that was loaded takes as long as some commands."""
+    """At once: a regular interpreter shutdown takes as long as some commands."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:  # nobody reads it any more
+    except OSError:  # the reader is gone
         status = status or 1
     os._exit(status)
 

@@ -1,4 +1,4 @@
-"""Which endpoints a command means: those it was given, else the documented variables, else this host."""
+"""Chooses the endpoints of a command: its options, else the documented variables, else `local://`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chosen_endpoints(
 
 
 def is_endpoint_named(words: Sequence[str]) -> bool:
-    """Whether the environment, or a word that looks like an option, says something about endpoints."""
+    """Whether the environment or the command line names an endpoint."""
     return (
         any(word.startswith(("-e", "--endpoint")) for word in words)
         or MultiEndpointConfigurationManager().is_endpoint_configured()
@@ -38,7 +38,7 @@ def is_local(endpoint: EndpointConfig) -> bool:
 
 
 def local_backend() -> str:
-    """Which GPUs this host has, or pretends to have. Raises a `ValueError` that says what was expected."""
+    """`GPU_BACKEND`. Raises a `ValueError` that says what was expected."""
     text = Environment().text("GPU_BACKEND")
     if not text:
         return "auto"

@@ -1,4 +1,4 @@
-"""Errors that end a command: one sentence, which says what to do, and an exit status."""
+"""The error that ends a command: one sentence that says what to do, and an exit status."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from gpu_worker_pool.cli.statuses import Status
 
 
 class CommandError(Exception):
-    """What is wrong and what to do."""
-
     def __init__(self, message: str, status: int = Status.FAILED) -> None:
         super().__init__(message)
         self.status = int(status)
 
-    def tell(self) -> int:
-        """The exit status, when it was told."""
-        with suppress(OSError):  # nobody listens any more
+    def report(self) -> int:
+        """Print it; returns the exit status."""
+        with suppress(OSError):  # stderr is closed
             sys.stderr.write(f"gpu-pool: {printable(str(self))}\n")
         return self.status

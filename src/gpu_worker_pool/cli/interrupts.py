@@ -1,4 +1,4 @@
-"""Ending as Ctrl-C ends a program."""
+"""Exits the way Ctrl-C ends a program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpu_worker_pool.cli.statuses import KILLED
 
 
 def die_of_interrupt() -> int:
-    """By the signal, not by a status: only if a shell sees that, it ends its loop, or its script."""
+    """By the signal, not by a status: only then does a shell end its loop or script."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     os.kill(os.getpid(), signal.SIGINT)

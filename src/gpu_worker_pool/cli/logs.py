@@ -1,4 +1,4 @@
-"""What the package logs, as the command line tells it: one line on stderr, like everything else that it says."""
+"""Sets up logging for the command line: one line per record on stderr."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_worker_pool.cli.printable import printable
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: A folder that only one's own programs share is worth a word, but not with every command.
+#: Interval between warnings about an unshared state directory.
 SAME_WARNING_SECONDS: Final = 24 * 3600.0
 
 
@@ -32,7 +32,7 @@ def configure_logs() -> None:
 
 
 def warned_today(directory: Path) -> bool:
-    """Whether that this folder is not shared was said here not long ago; from now on it was."""
+    """Whether the user was warned about this directory within a day; notes the warning."""
     stamp = directory / "warned-not-shared"
     try:
         if time.time() - stamp.stat().st_mtime < SAME_WARNING_SECONDS:

@@ -1,4 +1,4 @@
-"""JSON for programs: one document, as documented."""
+"""Prints one JSON document."""
 
 from __future__ import annotations
 

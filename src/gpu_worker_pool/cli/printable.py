@@ -1,8 +1,8 @@
-"""Text that others have chosen, such as names and labels: whoever shows it on a terminal must not be driven by it."""
+"""Makes text from other users, such as labels, safe to print on a terminal."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """In one line, with as many characters: no escape sequence, nor what turns the direction of reading."""
+    """One line of the same length, without escape sequences or marks that change the reading direction."""
     return "".join(char if char.isprintable() else "?" for char in text)

@@ -1,4 +1,4 @@
-"""The program `gpu-pool`: its commands, imported when they are called, and how whatever goes wrong is told."""
+"""The click program `gpu-pool`: imports commands when they are called, and turns errors into messages and statuses."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from gpu_worker_pool.cli.statuses import KILLED, Status, status_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Each is `name` in `commands/name.py`, and this is what `--help` says of it.
+#: Each is in `commands/<name>.py`; with its line in `--help`.
 COMMANDS: Final = {
-    "run": "Wait for a GPU, run a command on it, give it back.",
+    "run": "Wait for a GPU, run a command on it, release it.",
     "wait": "Wait for a GPU for the calling shell.",
     "status": "Show GPUs, who holds them and who waits.",
-    "top": "The same, live.",
-    "queue": "List who waits, in order, and why.",
-    "leases": "List who holds what, and since when.",
+    "top": "The same as status, live.",
+    "queue": "List waiting requests in order, with the reasons.",
+    "leases": "List leases: who holds which GPU, and since when.",
     "release": "End a lease, or take a request out of the queue.",
     "explain": "Say GPU by GPU why a request would wait.",
     "serve": "Serve this host's GPUs over HTTP.",
-    "doctor": "Check what this host needs, and say what to do.",
+    "doctor": "Check this host and its endpoints, and say how to fix problems.",
     "config": "Show every setting and where it came from.",
     "demo": "See a dozen workers share a few GPUs.",
 }
 
-#: A server has a log of its own, and for these another process does what could be logged.
+#: A server configures its own log; for the others a different process does what could be logged.
 _OWN_LOGS: Final = frozenset({"serve", "demo", "run", "wait"})
 
 EPILOG: Final = """\
 \b
-Try it without a GPU (GPU_BACKEND=simulated:1 pretends to have one), in two shells:
+Try it without a GPU (GPU_BACKEND=simulated:1 simulates one), in two shells:
   export GPU_BACKEND=simulated:1
   gpu-pool run -- sleep 30          the first one gets the GPU
-  gpu-pool run -- python train.py   the second one waits, and is told why
-  gpu-pool status                   who has it, who waits
-  gpu-pool explain                  why one more would wait
+  gpu-pool run -- python train.py   the second one waits, and says why
+  gpu-pool status                   who holds it, who waits
+  gpu-pool explain                  why one more request would wait
 
 \b
-Completion: add to ~/.bashrc (zsh and fish: put their name in the place of bash)
+Completion: add to ~/.bashrc (for zsh or fish, replace bash)
   eval "$(_GPU_POOL_COMPLETE=bash_source gpu-pool)"
 """
 
@@ -88,7 +88,7 @@ class _Commands(click.Group):
 @click.version_option(__version__, "-V", "--version", prog_name="gpu-pool", message="%(prog)s %(version)s")
 @click.pass_context
 def gpu_pool(context: click.Context) -> None:
-    """A GPU that is really free, and nobody else gets it until you are done."""
+    """Get a GPU that is really free, and keep it until you are done."""
     if context.invoked_subcommand not in _OWN_LOGS:
         from gpu_worker_pool.cli.logs import configure_logs
 
@@ -96,7 +96,7 @@ def gpu_pool(context: click.Context) -> None:
 
 
 def run_program(arguments: Sequence[str]) -> int:
-    """The exit status. Whatever goes wrong is told in a sentence; `GPU_POOL_DEBUG=1` shows where."""
+    """Returns the exit status. Errors are printed as one sentence; `GPU_POOL_DEBUG=1` shows the traceback."""
     try:
         status = gpu_pool.main(args=list(arguments), prog_name="gpu-pool", standalone_mode=False)
     except click.exceptions.Exit as done:
@@ -105,30 +105,30 @@ def run_program(arguments: Sequence[str]) -> int:
         error.show()
         return error.exit_code
     except CommandError as error:
-        return error.tell()
+        return error.report()
     except (click.Abort, KeyboardInterrupt):
         return die_of_interrupt()
     except BrokenPipeError:
-        # Whoever read has enough. Nothing more may be written, not by the interpreter's end either.
+        # The reader is gone. Write nothing more, also not when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return KILLED + signal.SIGPIPE
     except Exception as error:
         if os.environ.get("GPU_POOL_DEBUG"):
             raise
-        return _told(error)
+        return _report(error)
     return status if isinstance(status, int) else 0
 
 
-def _told(error: Exception) -> int:
+def _report(error: Exception) -> int:
     from gpu_worker_pool.errors import GPUWorkerPoolError
 
     if isinstance(error, GPUWorkerPoolError):
-        told = CommandError(str(error), status_of(error))
+        reported = CommandError(str(error), status_of(error))
     elif isinstance(error, OSError):
-        told = CommandError(str(error), Status.FAILED)
+        reported = CommandError(str(error), Status.FAILED)
     else:
-        told = CommandError(
-            f"this is a fault of gpu-pool itself ({type(error).__name__}: {error}); GPU_POOL_DEBUG=1 shows where",
+        reported = CommandError(
+            f"internal error of gpu-pool ({type(error).__name__}: {error}); GPU_POOL_DEBUG=1 shows the traceback",
             Status.BUG,
         )
-    return told.tell()
+    return reported.report()

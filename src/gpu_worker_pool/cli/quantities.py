@@ -1,4 +1,4 @@
-"""Quantities as people type them: 8GiB, 24GB, 90s, 5m, `0,2`. What cannot be understood is told with an example."""
+"""Parses and prints quantities: 8GiB, 24GB, 90s, 5m, `0,2`. Errors show an example."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 else:
     _Number = _Names = click.ParamType
 
-#: In MB as the driver counts them, which are 2**20 bytes: so `8000MB` here is `memory_mb=8000` there.
+#: In the driver's MB, which are 2**20 bytes: `8000MB` means `memory_mb=8000`.
 _SIZES: Final = {"mb": 1.0, "mib": 1.0, "gb": 1000.0, "gib": 1024.0, "tb": 1_000_000.0, "tib": 1024.0**2}
 _DURATIONS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _NUMBER_AND_UNIT: Final = re.compile(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*", re.ASCII)
 _PERCENT: Final = re.compile(r"\s*(\d{1,3}(?:\.\d{1,6})?)\s*%?\s*", re.ASCII)
-#: Such as 1m30s: what is of one unit only may go without.
+#: Several parts such as 1m30s; each needs its unit.
 _PARTS: Final = re.compile(r"\s*(?:\d{1,12}(?:\.\d{1,6})?\s*[A-Za-z]+\s*){2,4}", re.ASCII)
 _LARGEST_MB: Final = 1e9
 _LONGEST_SECONDS: Final = 1e9
@@ -36,12 +36,12 @@ class MemorySize(_Number):
         match = _NUMBER_AND_UNIT.fullmatch(value)
         unit = _SIZES.get(match[2].lower()) if match else None
         if match is None or (unit is None and match[2]):
-            self.fail(f"{value!r} is no amount of memory; write it like 8GiB, 24GB or 8000MB.", param, ctx)
+            self.fail(f"{value!r} is not a memory size; write 8GiB, 24GB or 8000MB.", param, ctx)
         if unit is None:
             self.fail(f"{value!r} has no unit; write {match[1]}GiB, {match[1]}GB or {match[1]}MB.", param, ctx)
         size_mb = float(match[1]) * unit
         if not 0 < size_mb <= _LARGEST_MB:
-            self.fail(f"{value!r} is not an amount that a GPU can have.", param, ctx)
+            self.fail(f"{value!r} is out of range; write a size such as 8GiB.", param, ctx)
         return size_mb
 
 
@@ -61,7 +61,7 @@ class Duration(_Number):
         units = [_DURATIONS.get(unit.lower()) for _, unit in parts]
         known = [unit for unit in units if unit is not None]
         if not parts or len(known) < len(parts):
-            self.fail(f"{value!r} is no time; write it like 90s, 5m, 1m30s, 2h or 1d.", param, ctx)
+            self.fail(f"{value!r} is not a duration; write 90s, 5m, 1m30s, 2h or 1d.", param, ctx)
         seconds = sum(float(number) * unit for (number, _), unit in zip(parts, known, strict=True))
         if not self._shortest <= seconds <= self._longest:
             limits = f"from {self._shortest:g} to {self._longest:g} seconds"
@@ -81,12 +81,12 @@ class Percent(_Number):
             return value
         match = _PERCENT.fullmatch(value)
         if match is None or float(match[1]) > 100:
-            self.fail(f"{value!r} is no percentage; write it like 50 or 50%.", param, ctx)
+            self.fail(f"{value!r} is not a percentage; write 50 or 50%.", param, ctx)
         return float(match[1])
 
 
 class GPUNames(_Names):
-    """Numbers or UUIDs, with commas between them; the option may also be given several times."""
+    """Indices or UUIDs, separated by commas; the option may be given several times."""
 
     name = "GPU"
 
@@ -94,14 +94,14 @@ class GPUNames(_Names):
         if isinstance(value, tuple):
             return value
         names = tuple(name for name in re.split(r"[,\s]+", value) if name)
-        # Others read them, on terminals too.
+        # Other users see them on their terminals.
         if not names or any(len(name) > 80 or not (name.isascii() and name.isprintable()) for name in names):
-            self.fail(f"{value!r} names no GPU; write numbers or UUIDs like 0,2 or GPU-6ec5c1a2.", param, ctx)
+            self.fail(f"{value!r} does not name a GPU; write indices or UUIDs such as 0,2 or GPU-6ec5c1a2.", param, ctx)
         return names
 
 
 def spoken_seconds(seconds: float) -> str:
-    """As people read it: 7 s, 2 min 5 s, 3 h 20 min, 2 d 3 h."""
+    """7 s, 2 min 5 s, 3 h 20 min, 2 d 3 h."""
     whole = max(int(seconds), 0)
     if whole < 60:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""Starts the server with what was said on the command line, which wins over every variable."""
+"""Starts the server with the options of `gpu-pool serve`, which override every variable."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def serve_with(given: Mapping[str, str | int | bool | None]) -> None:
     simulate = chosen.pop("simulate")
     if simulate is not None:
         if chosen["backend"] is not None:
-            raise click.UsageError("--simulate and --backend contradict each other: give one of them.")
+            raise click.UsageError("--simulate and --backend exclude each other: give only one of them.")
         chosen["backend"] = f"simulated:{simulate}"
     elif chosen["backend"] is not None:
         try:
             check_backend(str(chosen["backend"]), "--backend")
         except ValueError as error:
             raise click.UsageError(f"{error}.") from None
-    # By the environment, since workers read their settings themselves, each in a process of its own.
+    # Through the environment, because each worker process reads its settings itself.
     os.environ.update({_VARIABLES[name]: str(value) for name, value in chosen.items() if value is not None})
     os.environ["RELOAD"] = "false"
-    # The application reads them again, and says what is wrong with them.
+    # The application reads them again, and reports problems.
     settings = ServerSettings.from_environment(complain=lambda _: None)
     _check_port(settings.host, settings.port)
     serve(settings)
 
 
 def _check_port(host: str, port: int) -> None:
-    """Beforehand, so that it is told in a sentence."""
+    """Before uvicorn does, to report it in one sentence."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -61,6 +61,6 @@ def _check_port(host: str, port: int) -> None:
             probe.bind(address)
     except (OSError, UnicodeError) as error:
         if not isinstance(error, OSError) or isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            raise click.UsageError(f"there is no address {printable(host)!r} on this host (--host, or HOST).") from None
+            raise click.UsageError(f"no address {printable(host)!r} on this host (--host, or HOST).") from None
         hint = "; choose another with --port" if port else ""
         raise CommandError(f"cannot listen on {host} port {port}: {error.strerror or error}{hint}") from None

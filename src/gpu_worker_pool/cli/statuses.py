@@ -1,4 +1,4 @@
-"""Exit statuses: what they are, and which of them an error of the package means."""
+"""Defines the exit statuses, and maps errors of the package to them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ if TYPE_CHECKING:
 
 
 class Status(IntEnum):
-    """What scripts go by. A command that `run` started has its own; 128+N where signal N killed it."""
+    """`run` exits with the status of its command, or 128+N if signal N killed it."""
 
     FAILED = 1
     USAGE = 2
-    #: It can never be granted.
+    #: The request can never be granted.
     IMPOSSIBLE = 65
-    #: No endpoint answered, also when that ended in a timeout; or none that could be used.
+    #: No usable endpoint answered, also if that ended in a timeout.
     UNAVAILABLE = 69
-    #: A fault of this program.
+    #: An internal error.
     BUG = 70
-    #: Nothing is free now.
+    #: With `--no-wait`: nothing is free now.
     NOT_NOW = 75
     TIMED_OUT = 124
     CANNOT_EXECUTE = 126
@@ -32,7 +32,6 @@ KILLED: Final = 128
 
 
 def status_of(error: GPUWorkerPoolError) -> Status:
-    """What an error of the package means to a script."""
     from gpu_worker_pool import errors
 
     match error:

@@ -1,4 +1,4 @@
-"""Tables for eyes: drawn with rich on a terminal, plain text with the same columns anywhere else."""
+"""Prints tables: with rich on a terminal, as plain text with the same columns elsewhere."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-#: Columns of which nobody knows how long they are.
+#: Columns of unlimited width.
 _MAY_WRAP: Final = frozenset({"name", "holder", "who", "why", "why not", "label", "state", "request", "check", "what"})
-#: What a narrow terminal does without, the first one first; the rest folds.
+#: Columns that a narrow terminal leaves out, in this order; the rest folds.
 _DISPENSABLE: Final = ("used", "promised", "since", "label", "load")
-#: A column that may wrap is of use if it has so much, with the gap to the next one.
+#: A column that may wrap needs at least this width.
 _NARROWEST: Final = 10
 _GAP: Final = 2
 
 
 def is_pretty() -> bool:
-    """Whether a terminal reads along; those want colours unless they say that they do not."""
+    """Whether stdout is a terminal that can show colours."""
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
@@ -69,7 +69,7 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: 
     for column in columns:
         table.add_column(column, overflow="fold", no_wrap=column not in _MAY_WRAP)
     for row in rows:
-        # As text: what others call their programs is not markup.
+        # As text: names and labels are not markup.
         table.add_row(*(Text(printable(cell), style=style_of(cell)) for cell in row))
     return table
 
@@ -77,7 +77,7 @@ def make_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: 
 def columns_that_fit(
     columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
 ) -> tuple[list[str], list[list[str]]]:
-    """Without those that a terminal of this width has no room for."""
+    """Leaves out columns for which a terminal of this width has no room."""
     cells = {column: [row[number] for row in rows] for number, column in enumerate(columns)}
 
     def needed() -> int:
@@ -98,7 +98,7 @@ def make_console() -> Console:
 
 
 def style_of(cell: str) -> str:
-    """By what a cell says, so that all tables agree."""
+    """By the first word, so that all tables agree."""
     first = cell.partition(" ")[0].rstrip(":,")
     return {
         "free": "green",

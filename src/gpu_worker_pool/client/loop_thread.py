@@ -1,4 +1,4 @@
-"""An async client in a thread of its own, and how other threads have things done there and learn what came of it."""
+"""Runs an async client in its own thread, and executes calls of other threads there."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: A thread that waits looks up so often: only a signal to the main thread wakes it, and no other interrupt does.
-LOOK_UP_SECONDS = 1.0
-#: At exit a client that nobody stopped is given so long to clean up.
+#: Waiting threads wake this often to notice interrupts: only a signal to the main thread wakes them at once.
+WAKE_SECONDS = 1.0
+#: Time limit at exit for a client that was not stopped.
 EXIT_SECONDS = 5.0
 
 
 class Call:
-    """Something that the loop does for a thread, and how that thread learns what came of it.
+    """One call that the loop executes for a thread, and its result.
 
-    Belongs to the loop from when it is posted until it is over, and then to the thread.
+    The loop owns it from `post` until it is over, then the thread.
     """
 
     __slots__ = ("error", "is_withdrawn", "news", "task", "value", "work")
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        #: Called in the loop's thread.
+        #: Runs in the loop's thread.
         self.work = work
-        #: None says that it is over; a future asks the thread for something.
+        #: None: the call is over. A future: the loop waits for the thread to set it.
         self.news: SimpleQueue[asyncio.Future[Exception | None] | None] = SimpleQueue()
         self.task: asyncio.Task[Any] | None = None
         self.is_withdrawn = False
@@ -49,20 +49,20 @@ class Call:
     def wait(self) -> asyncio.Future[Exception | None] | None:
         while True:
             try:
-                return self.news.get(timeout=LOOK_UP_SECONDS)
+                return self.news.get(timeout=WAKE_SECONDS)
             except Empty:
                 continue
 
     def fail(self) -> NoReturn:
-        assert self.error is not None  # whoever calls this has looked
+        assert self.error is not None  # the caller has checked it
         try:
             raise self.error
         finally:
-            self.error = None  # which knows this frame, and must not be known by it
+            self.error = None  # breaks a reference cycle through the traceback
 
 
 class LoopThread:
-    """A client from its start to its stop: the thread, its event loop, and the calls that are open."""
+    """A running client: its thread, its event loop, and the open calls."""
 
     def __init__(self, client: AsyncClient, owner: object) -> None:
         self._client = client
@@ -70,23 +70,23 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._is_stop_wanted = asyncio.Event()
         self._is_exiting = False
-        #: Whether calls are taken from threads, and whether those that were taken are begun.
+        #: Whether threads may post calls, and whether posted calls are started.
         self._is_open = self._begins_calls = True
         self.is_over = False
-        #: Whatever threads wait for. No lock: a signal's handler may call while its own thread is in the middle of it.
+        #: Open calls. Without a lock: a signal handler may call while its own thread holds it.
         self._calls: set[Call] = set()
-        #: By worker id: what was handed out and not released.
+        #: Unreleased assignments by worker id.
         self._held: dict[str, ref[GPUAssignment]] = {}
-        #: Dropped without a stop, it ends as well, a moment later; at exit there is more to do.
+        #: A client that is dropped without `stop` stops too; `_exit` handles the exit.
         self._owner_dropped = finalize(owner, self.want_stop)
         self._owner_dropped.atexit = False
-        # A daemon: a client that nobody stopped must not keep a program from ending.
+        # A daemon: a client that was not stopped must not keep the program running.
         self._thread = threading.Thread(target=self._run, name="gpu-worker-pool", daemon=True)
 
     # --- for any thread ---
 
     def start(self) -> None:
-        if not self.is_over:  # by a signal's handler that stopped it
+        if not self.is_over:  # a signal handler has stopped it
             _running.add(self)
             self._thread.start()
 
@@ -95,8 +95,8 @@ class LoopThread:
         return threading.get_ident() == self._thread.ident
 
     def post(self, call: Call) -> None:
-        """Calls are begun in the order in which they are posted."""
-        # First known, then asked for: so `_close` finds it, or we find that it is closed.
+        """Calls start in the order in which they are posted."""
+        # Add it first: then either `_close` finds it, or we see that the loop is closed.
         self._calls.add(call)
         if self._is_open:
             with suppress(RuntimeError):  # the loop is closed
@@ -107,13 +107,13 @@ class LoopThread:
 
     def look(self, look: Callable[[], T]) -> T:
         async def looked() -> T:
-            # A task like everything else, so that it sees what was posted before.
+            # As a task, so that it runs after the calls that were posted before.
             return look()
 
         return self.do(looked)
 
     def do(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Done to its end, also if the thread that asked is interrupted meanwhile."""
+        """It completes even if the calling thread is interrupted."""
         call = Call(work)
         self.post(call)
         call.wait()
@@ -123,7 +123,7 @@ class LoopThread:
         return result
 
     def request(self, call: Call) -> GPUAssignment:
-        """Withdrawn, and given back if it was granted, should the thread that asks be interrupted."""
+        """If the thread is interrupted, the request is cancelled, or its GPU released."""
         try:
             self.post(call)
             call.wait()
@@ -131,16 +131,16 @@ class LoopThread:
             try:
                 self.withdraw(call)
             finally:
-                self.withdraw(call)  # again, which is harmless: the next interrupt may have hit the first one
+                self.withdraw(call)  # again, which is harmless: another interrupt may have hit the first one
             raise
-        # Interrupts come after calls into C and where functions begin: none from here to the caller's next step.
+        # Python raises interrupts after C calls and at function entry: none can come before the caller continues.
         if call.error is None:
             result: GPUAssignment = call.value
             return result
         return call.fail()
 
     def give_back(self, assignment: GPUAssignment) -> None:
-        """Without waiting for it."""
+        """Does not wait for it."""
         self._tell(self._begin, Call(partial(self.release, assignment)))
 
     def withdraw(self, call: Call) -> None:
@@ -154,20 +154,20 @@ class LoopThread:
             self._loop.call_soon_threadsafe(function, *args)
 
     def want_stop(self) -> None:
-        """Returns at once, and takes no lock: garbage is collected in any thread and at any moment."""
+        """Returns at once and takes no lock: the garbage collector may call it in any thread at any moment."""
         if self.pid == os.getpid():
             self._tell(self._is_stop_wanted.set)
 
     def stop(self) -> None:
         self.want_stop()
-        if self._thread.ident is None:  # an interrupt came before it was started
+        if self._thread.ident is None:  # interrupted before the start
             self._close()
             self._loop.close()
         else:
             self._thread.join()
 
     def exit(self) -> None:
-        """The program ends: whoever still waits is a daemon, and left where it is, as the interpreter does."""
+        """At exit: threads that still wait are daemons and are abandoned, as the interpreter does."""
         if self.pid == os.getpid():
             self._is_exiting = True
             self.want_stop()
@@ -178,32 +178,32 @@ class LoopThread:
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._live())
+                runner.run(self._run_client())
         except RuntimeError:
-            # From Python 3.12 on no thread is started at exit, not even the one that waits for resolvers of names.
+            # Since Python 3.12 no thread can be started at exit, not even the one that joins the DNS threads.
             if not self._is_exiting:
                 raise
         finally:
             self._close()
 
-    async def _live(self) -> None:
+    async def _run_client(self) -> None:
         await self._is_stop_wanted.wait()
         self._is_open = False
-        await asyncio.sleep(0)  # so that whatever was posted is begun
+        await asyncio.sleep(0)  # start what was posted
         if self._is_exiting:
             for call in list(self._calls):
                 call.news = SimpleQueue()
             await self._cancel_calls()
-            # They end with the program, which needs no warning.
+            # They end with the program: no warning is needed.
             for held in list(self._held.values()):
                 if (assignment := held()) is not None:
                     with suppress(Exception):
                         await self._client.release_gpu(assignment)
         await self._client.stop()
-        for _ in range(2):  # requests end by themselves now: the answer comes, the error is raised
+        for _ in range(2):  # requests end now: first the result, then the error
             await asyncio.sleep(0)
         await self._cancel_calls()
-        await self._client.stop()  # again, if what was left was its start
+        await self._client.stop()  # again, if the open call was its start
 
     async def _cancel_calls(self) -> None:
         self._begins_calls = False
@@ -213,7 +213,7 @@ class LoopThread:
         await asyncio.gather(*left, return_exceptions=True)
 
     def _close(self) -> None:
-        """Whatever happened: nobody waits for a loop that does not run."""
+        """No thread may wait for a loop that does not run."""
         self._is_open = False
         for call in list(self._calls):
             self._end(call, PoolStoppedError())
@@ -227,9 +227,9 @@ class LoopThread:
             return
         self._calls.add(call)
         try:
-            # As it is, without a coroutine around it: the pool must not take its end for the end of who asked.
+            # Without a wrapper coroutine: the pool would take its end for the end of the caller.
             call.task = self._loop.create_task(call.work())
-        except Exception as error:  # of arguments, before there is a coroutine
+        except Exception as error:  # bad arguments, raised before there is a coroutine
             self._end(call, error)
         else:
             call.task.add_done_callback(partial(self._task_done, call))
@@ -246,7 +246,7 @@ class LoopThread:
 
     def _end(self, call: Call, error: BaseException | None) -> None:
         call.error = error
-        # It dies here, where no signal comes: in the main thread one would be lost in what Python does with dead tasks.
+        # Free the task here: in the main thread a signal could get lost while Python destroys it.
         call.task = None
         self._calls.discard(call)
         call.news.put(None)
@@ -255,7 +255,7 @@ class LoopThread:
         call.is_withdrawn = True
         if call.task is not None:
             call.task.cancel()
-        else:  # it is over, or the interrupt came before it was posted
+        else:  # it is over, or was not posted before the interrupt
             self._calls.discard(call)
             self._give_back(call)
 
@@ -274,7 +274,7 @@ def _set(turn: asyncio.Future[Exception | None], error: Exception | None) -> Non
         turn.set_result(error)
 
 
-#: What is to be stopped at exit.
+#: To stop at exit.
 _running: set[LoopThread] = set()
 
 

@@ -1,4 +1,4 @@
-"""What happens to workers, for the log: a sentence for people, and its parts as attributes of the record for programs.
+"""Logs what happens to workers: a sentence for people, and attributes of the record for programs.
 
 Every record has `event` (assigned, released, blocked, unblocked) and `worker_id`. At level INFO: quiet by default.
 """
@@ -17,12 +17,12 @@ logger = logging.getLogger("gpu_worker_pool.worker_pool_manager")
 
 
 def is_wanted() -> bool:
-    """Worth asking before the rest is looked up: most programs do not listen."""
+    """Check this first to save work: most programs do not log at INFO."""
     return logger.isEnabledFor(logging.INFO)
 
 
 def blocked(worker_id: str, requirements: Requirements, others_waiting: int, free_gpus: int, why: str = "") -> None:
-    """`why`: GPU by GPU, where somebody else has told it."""
+    """`why`: the reasons GPU by GPU, if a server sent them."""
     reason = f"{free_gpus} GPUs are free, {others_waiting} others wait" + (f"; {why}" if why else "")
     extra = {"event": "blocked", "worker_id": worker_id, "reason": reason}
     logger.info("%s waits for %s; %s", worker_id, requirements, reason, extra=extra)

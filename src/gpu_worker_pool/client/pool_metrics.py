@@ -1,4 +1,4 @@
-"""The numbers of pools, one or several that make one: looked at, never changed."""
+"""Computes status and metrics of one or several pools; it never changes them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 def pool_status(
     pool: Pool, now: float, blocked_workers: int, workers: Mapping[str, WorkerInfo] = MappingProxyType({})
 ) -> PoolStatus:
-    """`workers`: by id, those that have said more of themselves than that."""
+    """`workers`: by id, the workers for which a `WorkerInfo` was given."""
     assignments: dict[GPUId, list[WorkerInfo]] = {}
     live, wall = [lease for lease in pool.leases if lease.is_live], datetime.now()
     for lease in sorted(live, key=lambda lease: lease.fence):
         worker_id = lease.request.worker_id
         worker = workers.get(worker_id) or WorkerInfo(worker_id, wall - timedelta(seconds=now - lease.requested_at))
-        for gpu in {gpu.gpu_id: gpu for gpu in lease.held}.values():  # two MIG devices may be of one GPU
+        for gpu in {gpu.gpu_id: gpu for gpu in lease.held}.values():  # two MIG devices may belong to one GPU
             assignments.setdefault(gpu.gpu_id if lease.endpoint_id else gpu.index, []).append(worker)
     return PoolStatus(
         total_gpus=sum(endpoint.present for endpoint in pool.allocator.endpoints.values()),
@@ -38,7 +38,7 @@ def pool_status(
 
 
 def gpu_metrics(pool: Pool, now: float) -> list[dict[str, Any]]:
-    """Every GPU that is part of the pool, also one that is missing from the last reading."""
+    """Every GPU of the pool, also one that is missing in the last statistics."""
     found = []
     for gpu in sorted(pool.allocator.gpus.values(), key=lambda gpu: (gpu.endpoint.order, gpu.index)):
         if gpu.is_gone or gpu.last_seen is None:
@@ -99,8 +99,8 @@ def queue_metrics(waiters: Sequence[Waiter], now: float) -> dict[str, Any]:
 
 
 def gpu_counts(pools: Sequence[Pool], now: float) -> dict[str, tuple[int, int]]:
-    """By endpoint: how many GPUs it shows, and how many of them are free."""
-    # The last pool in which one is found is the one that it is in now.
+    """By endpoint: the number of its GPUs, and how many of them are free."""
+    # An endpoint that moved is now in the last of its pools.
     return {
         name: (endpoint.present, len(endpoint.free) if pool.allocator.is_fresh(endpoint, now) else 0)
         for pool in pools
@@ -109,18 +109,18 @@ def gpu_counts(pools: Sequence[Pool], now: float) -> dict[str, tuple[int, int]]:
 
 
 def held_uuids(pools: Sequence[Pool]) -> dict[str, str]:
-    """By UUID, the id under which a GPU is assigned, or in quarantine."""
+    """By UUID, the id of each GPU that is assigned or in quarantine."""
     leases = [lease for pool in pools for lease in pool.leases]
     return {gpu.uuid: gpu.gpu_id for lease in leases for gpu in lease.held if gpu.uuid is not None}
 
 
 def gpus_in_use(pool: Pool, endpoint_id: str) -> set[int]:
-    """The numbers of an endpoint's GPUs that are assigned, or in quarantine."""
+    """The indices of an endpoint's GPUs that are assigned or in quarantine."""
     return {gpu.index for lease in pool.leases if lease.endpoint_id == endpoint_id for gpu in lease.held}
 
 
 def added(one: PoolStatus, other: PoolStatus) -> PoolStatus:
-    """Of pools that have no GPU in common."""
+    """Combines the status of pools without common GPUs."""
     return replace(
         one,
         total_gpus=one.total_gpus + other.total_gpus,
@@ -132,16 +132,16 @@ def added(one: PoolStatus, other: PoolStatus) -> PoolStatus:
 
 
 def explained(one: Explanation, other: Explanation) -> Explanation:
-    """Of pools that have no GPU in common, and all of which are asked."""
+    """Combines the explanations of pools without common GPUs."""
     if not other.gpus or not one.gpus:
         return one if one.gpus else other
     can_be_served = [each for each in (one, other) if not each.impossible]
-    told = can_be_served or [one, other]
+    relevant = can_be_served or [one, other]
     return replace(
         one,
         position=max(one.position, other.position),
         gpus=(*one.gpus, *other.gpus),
         impossible=() if can_be_served else (*one.impossible, *other.impossible),
-        verdict="; ".join(dict.fromkeys(each.verdict for each in told)),
-        is_queued=any(each.is_queued for each in told),
+        verdict="; ".join(dict.fromkeys(each.verdict for each in relevant)),
+        is_queued=any(each.is_queued for each in relevant),
     )

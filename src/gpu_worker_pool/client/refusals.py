@@ -1,4 +1,4 @@
-"""What a request that was not granted is told: who waited, for what, how long, and why, GPU by GPU."""
+"""Makes the errors of requests that were not granted: which worker, for what, how long, and why, GPU by GPU."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.core import Ended, Pool, Request, Requirements
 
-#: An error explains so many GPUs one by one.
+#: The most GPUs that one error lists.
 MOST_GPUS_TOLD = 16
 
 
 class Refusals:
-    """Makes the errors of one pool; `tell_endpoints` says which endpoints do not answer, and what they said."""
+    """Makes the errors of one pool; `failing_endpoints` lists endpoints that do not answer, with their errors."""
 
-    def __init__(self, tell_endpoints: Callable[[], str]) -> None:
-        self._tell_endpoints = tell_endpoints
-        #: What is said of wishes, at one moment.
+    def __init__(self, failing_endpoints: Callable[[], str]) -> None:
+        self._failing_endpoints = failing_endpoints
+        #: Explanations by requirements, cached for one moment.
         self._explained_at: object = None
         self._explained: dict[Requirements, str] = {}
 
     def forget(self) -> None:
-        """Something has changed that shows in no count."""
+        """Clear the cache after a change that its key does not show."""
         self._explained.clear()
 
     def error_of(
         self, pool: Pool, request: Request, ended: Ended, waited_seconds: float, why_not: str | None = None
     ) -> Exception:
-        """`why_not`: where somebody knows it better than `pool`."""
+        """`why_not`: the reasons, if a server knows them better than `pool`."""
         who = f"{request.worker_id}, which waited {waited_seconds:.1f} s for {request.requirements}"
         if ended.state is RequestState.REJECTED:
             return ImpossibleRequestError(reasons=ended.reasons)
@@ -50,17 +50,17 @@ class Refusals:
             return RequestCancelledError()
         if ended.state is RequestState.GIVEN_UP:
             return RequestGivenUpError()
-        told = self._tell_endpoints()
+        failing = self._failing_endpoints()
         if not any(endpoint.is_answering for endpoint in pool.allocator.endpoints.values()):
             return ServiceUnavailableTimeoutError(
-                f"no GPU in time for {who}: no GPU service answered{': ' if told else ''}{told}"
+                f"no GPU in time for {who}: no GPU service answered{': ' if failing else ''}{failing}"
             )
-        silent = f"\n  no answer from {told}" if told else ""
+        silent = f"\n  no answer from {failing}" if failing else ""
         why_not = self._why_not(pool, request.requirements) if why_not is None else why_not
         return WorkerTimeoutError(f"no GPU in time for {who}:{why_not}{silent}")
 
     def _why_not(self, pool: Pool, requirements: Requirements) -> str:
-        # Very many may time out in one moment; they are told the same, which is found out once.
+        # Very many requests may time out at once; equal ones share one explanation.
         moment = (pool.now, pool.fence, len(pool.leases))
         if self._explained_at != moment:
             self._explained_at, self._explained = moment, {}

@@ -1,4 +1,4 @@
-"""What a client tells of itself, for people and for programs that watch it: looked at, never changed."""
+"""Builds the metrics and the recovery summary of a client; it never changes anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def as_dict(info: EndpointInfo) -> dict[str, Any]:
-    """As people dump it: JSON knows no moments."""
+    """Ready for JSON, which has no datetime."""
     return {**asdict(info), "last_seen": None if info.last_seen is None else info.last_seen.isoformat()}
 
 
@@ -30,7 +30,7 @@ def detailed_metrics(
     grants: Mapping[str, int],
     now: float,
 ) -> dict[str, Any]:
-    """The documented answer of `get_detailed_metrics`; `grants` are counted by endpoint."""
+    """The documented result of `get_detailed_metrics`; `grants` counts by endpoint."""
     pools = coordinator.pools
     metrics: dict[str, Any] = {
         "timestamp": datetime.now().isoformat(),

@@ -1,7 +1,7 @@
-"""The client for people who do not write async code: the same names, blocking, to be called from any thread.
+"""The blocking client: the same names as the async client, callable from any thread.
 
-One thread in the background runs an event loop with the async client in it; what is called here is done there. This
-file waits, wakes and cleans up; it decides nothing about GPUs.
+A background thread runs an event loop with the async client; every call here is executed there. This file waits, wakes
+and cleans up; it makes no decisions about GPUs.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class GPUWorkerPoolClient:
     """Hands out GPUs to threads, first come first served; use it in a `with`, or `start` and `stop` it.
 
     Arguments, results and errors are those of the async client. Every method may be called from any thread, and from
-    many at once, but not from a thread that runs an event loop, which would stand still: that is what the async
-    client is for. A process that was forked makes a client of its own.
+    many at once, but not from a thread that runs an event loop, because it would block the loop: use the async client
+    there. A forked process must create its own client.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class GPUWorkerPoolClient:
             on_lease_lost=on_lease_lost,
             environ=environ,
         )
-        #: For starts and stops at the same moment; nobody keeps it for long.
+        #: Guards concurrent starts and stops; held only briefly.
         self._starting = threading.RLock()
         self._running: LoopThread | None = None
 
-    # --- life ---
+    # --- start and stop ---
 
     def start(self) -> None:
-        """Begin to ask the endpoints. Succeeds also while none of them answers: requests wait until one does."""
+        """Begin to poll the endpoints. Succeeds even if none answers: requests then wait until one does."""
         self._check_thread()
         self._check_process()
         running = None
@@ -111,7 +111,7 @@ class GPUWorkerPoolClient:
             raise PoolStoppedError("the client was stopped while it started")
 
     def stop(self) -> None:
-        """End every request that waits, and leave nothing behind. Does nothing to a client that is not started."""
+        """End every waiting request and clean up. Does nothing if the client is not started."""
         running = self._running
         if running is None or running.pid != os.getpid():
             return
@@ -158,12 +158,12 @@ class GPUWorkerPoolClient:
         policy: Policy = "thresholds",
         label: str | None = None,
     ) -> GPUAssignment:
-        """Wait for a GPU, or several of one host, and have it until `release_gpu`.
+        """Wait for a GPU, or several of one host, and hold it until `release_gpu`.
 
         Raises `WorkerTimeoutError` after `timeout` seconds (the client's `worker_timeout` if None), which is a
         `ServiceUnavailableError` too if no endpoint answered; `ImpossibleRequestError` at once if no GPU can ever
-        serve it; `PoolStoppedError` if another thread stops the client meanwhile. Whoever is interrupted, as by
-        Ctrl-C, waits no longer and has nothing.
+        serve it; `PoolStoppedError` if another thread stops the client meanwhile. An interrupt, such as Ctrl-C,
+        cancels the request.
         """
         request = partial(
             self._client.request_gpu,
@@ -183,21 +183,21 @@ class GPUWorkerPoolClient:
         return running.request(Call(request))
 
     def release_gpu(self, assignment: GPUAssignment) -> None:
-        """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back or lost before."""
+        """Release a GPU. Twice is harmless; `StaleAssignmentError` if the assignment was already lost."""
         running = self._usable()
         try:
             running.do(partial(running.release, assignment))
         except Exception:
             raise
         except BaseException:
-            running.give_back(assignment)  # interrupted, perhaps before anything was posted; twice is harmless
+            running.give_back(assignment)  # interrupted, perhaps before the call was posted; twice is harmless
             raise
 
     def explain(self, **requirements: Any) -> Explanation:
-        """Why somebody who asked for this now would wait: GPU by GPU, with the numbers."""
+        """Why such a request would wait now: GPU by GPU, with the numbers."""
         return self._look(partial(self._client.explain, **requirements))
 
-    # --- looking ---
+    # --- status ---
 
     def is_multi_endpoint_mode(self) -> bool:
         return self._client.is_multi_endpoint_mode()
@@ -207,7 +207,7 @@ class GPUWorkerPoolClient:
         return self._look(self._client.get_pool_status)
 
     def get_endpoints_info(self) -> list[dict[str, Any]] | None:
-        """What is known of each endpoint; None where the client is not started or has one endpoint only."""
+        """One dict per endpoint; None if the client is not started or has only one endpoint."""
         self._check_process()
         try:
             return self._look(self._client.get_endpoints_info)
@@ -222,10 +222,10 @@ class GPUWorkerPoolClient:
         return self._look(self._client.get_health)
 
     def on_stats_update(self, callback: Callable[[GPUStats], object]) -> Callable[[], None]:
-        """Call `callback` with every statistics that arrive, of any endpoint; what is returned ends that.
+        """Call `callback` with new statistics of any endpoint; returns a function that unsubscribes.
 
-        It is called in the client's own thread, and holds up everybody for as long as it takes. It may look at the
-        client, but not wait for it.
+        It runs in the client's own thread and blocks the client meanwhile. It may read the client's status, but not
+        make calls that wait.
         """
         return self._client.on_stats_update(callback)
 
@@ -235,16 +235,16 @@ class GPUWorkerPoolClient:
         return self._look(self._client.get_error_recovery_status)
 
     def trigger_endpoint_recovery(self, endpoint_id: str) -> bool:
-        """Ask a sick endpoint now instead of when its breaker says so; False if there is none of this name."""
+        """Poll a failed endpoint now instead of waiting for its breaker; False if the id is unknown."""
         return self._usable().do(partial(self._client.trigger_endpoint_recovery, endpoint_id))
 
     def queue_request_for_retry(self, request_func: Callable[[], T]) -> T:
-        """Call it once an endpoint answers; again, when one does, if it found the service unavailable after all.
+        """Call `request_func` once an endpoint answers; again if it raises `ServiceUnavailableError`.
 
-        It is called in the thread that calls this.
+        It runs in the calling thread.
         """
         if iscoroutinefunction(request_func):
-            raise TypeError("request_func is called, not awaited: give a plain function to the blocking client")
+            raise TypeError("request_func must be a plain function: the blocking client cannot await it")
         running = self._usable()
 
         async def ask_the_thread() -> None:
@@ -275,22 +275,22 @@ class GPUWorkerPoolClient:
     def print_error_recovery_summary(self) -> None:
         self._look(self._client.print_error_recovery_summary)
 
-    # --- endpoints that come and go ---
+    # --- adding and removing endpoints ---
 
     def add_endpoint(self, entry: str) -> str:
-        """Use the GPUs of one more server, `URL` or `name=URL`; returns its id."""
+        """Add a server, `URL` or `name=URL`; returns its id."""
         return self._usable().do(partial(self._client.add_endpoint, entry))
 
     def remove_endpoint(self, endpoint_id: str) -> None:
-        """Use its GPUs no more; what is assigned there stays so until it is released."""
+        """Stop using its GPUs; existing assignments stay until they are released."""
         self._usable().do(partial(self._client.remove_endpoint, endpoint_id))
 
-    # --- whether and where it may be called ---
+    # --- checks before a call ---
 
     def _look(self, look: Callable[[], T]) -> T:
         running = self._running
         if running is not None and running.is_current:
-            return look()  # from a callback
+            return look()  # called from a callback
         return self._usable().look(look)
 
     def _usable(self) -> LoopThread:
@@ -308,44 +308,44 @@ class GPUWorkerPoolClient:
         running = self._running
         if running is not None and running.pid != os.getpid():
             raise NotStartedError(
-                f"the client was started in process {running.pid}, of which this one, {os.getpid()}, is a fork without "
-                "the client's thread: make a new client in this process"
+                f"the client was started in process {running.pid}, and this process, {os.getpid()}, is a fork without "
+                "the client's thread: create a new client in this process"
             )
 
     def _check_thread(self) -> None:
-        """A blocking call in a thread that runs an event loop stops that loop, and everything in it."""
+        """A blocking call in a thread with a running event loop would block that loop."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return
         if self._running is not None and self._running.is_current:
-            raise RuntimeError("a callback is called in the client's own thread, which would wait for itself")
+            raise RuntimeError("this call would wait for the client's own thread, in which this callback runs")
         raise RuntimeError(
-            "this thread runs an event loop, which a blocking call would stop: use the async client here, "
-            "gpu_worker_pool.GPUWorkerPoolClient, or call this in a thread, as by asyncio.to_thread"
+            "a blocking call would stop the event loop of this thread: use the async client here, "
+            "gpu_worker_pool.GPUWorkerPoolClient, or call this with asyncio.to_thread"
         )
 
 
 class GPUContextManager:
-    """`with GPUContextManager(client) as gpu_id:`: a GPU for as long as the block runs.
+    """`with GPUContextManager(client) as gpu_id:` holds a GPU while the block runs.
 
-    Yields the GPU's number, with many endpoints its global id; for `count=` above 1 the tuple of all. One for each
-    block: it is not shared by threads.
+    Yields the GPU's index, or with several endpoints its global id; for `count=` above 1 the tuple of all. Make one for
+    each block: threads cannot share it.
     """
 
     def __init__(self, client: GPUWorkerPoolClient, timeout: float | None = None, **requirements: Any) -> None:
         self._client = client
         self._timeout = timeout
-        self._wishes = requirements
-        self._asked: tuple[LoopThread, Call] | None = None
+        self._requirements = requirements
+        self._request: tuple[LoopThread, Call] | None = None
         self.assignment: GPUAssignment | None = None
 
     def __enter__(self) -> Any:
-        if self._asked is not None:
-            raise RuntimeError("this GPUContextManager is in use: make one for each block")
+        if self._request is not None:
+            raise RuntimeError("this GPUContextManager is already in use: make one for each block")
         client, running = self._client._client, self._client._usable()  # noqa: SLF001  # its other half
-        call = Call(partial(client.request_gpu, self._timeout, **self._wishes))
-        self._asked = (running, call)
+        call = Call(partial(client.request_gpu, self._timeout, **self._requirements))
+        self._request = (running, call)
         try:
             assignment = self.assignment = running.request(call)
             ids: tuple[GPUId, ...] = assignment.gpu_ids
@@ -359,24 +359,24 @@ class GPUContextManager:
     ) -> None:
         try:
             if self.assignment is not None:
-                # A client that was stopped meanwhile has said so; what the block raised matters more.
+                # A stopped client has reported it already; an error of the block is more important.
                 with suppress(NotStartedError, *((StaleAssignmentError,) if kind else ())):
                     self._client.release_gpu(self.assignment)
         except BaseException:
             self._give_back()
             raise
-        self._asked = self.assignment = None
+        self._request = self.assignment = None
 
     def _give_back(self) -> None:
-        """Whatever was asked for, or granted already: after an interrupt nobody else will."""
-        if self._asked is not None:
-            running, call = self._asked
+        """Cancel the request, or release what it was granted: after an interrupt nothing else does."""
+        if self._request is not None:
+            running, call = self._request
             running.withdraw(call)
-        self._asked = self.assignment = None
+        self._request = self.assignment = None
 
 
 @contextmanager
 def gpu_worker_pool_client(**kwargs: Any) -> Iterator[GPUWorkerPoolClient]:
-    """A started client, stopped at the end of the block."""
+    """A started client, which is stopped at the end of the block."""
     with GPUWorkerPoolClient(**kwargs) as client:
         yield client

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from gpu_worker_pool.api.gpu_rows import count_body, history_row, stats_body, summary_body
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.hardware.readers.nvidia_smi import nvidia_smi_available
-from gpu_worker_pool.hardware.sampler import TAKE_OVER_INTERVALS, Seen
+from gpu_worker_pool.hardware.sampler import TAKE_OVER_INTERVALS, LatestSamples
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
 from gpu_worker_pool.hardware.visibility import Visibility, VisibilityFilter
 
@@ -71,7 +71,7 @@ class HostView:
 
     def __init__(
         self,
-        see: Callable[[], Seen],
+        see: Callable[[], LatestSamples],
         *,
         visible_devices: str | None = None,
         interval_seconds: float = 1.0,

@@ -1,4 +1,4 @@
-"""What this host's GPUs show: readers of the driver, one sample a moment, shared by every process of the host.
+"""Reads this host's GPUs: readers of the driver, and samples that all processes of the host share.
 
-Knows nothing of HTTP, leases or waiting workers. Whoever needs readings, a server or a program with none, uses this.
+It knows nothing about HTTP, leases or waiting workers. Servers use it, and programs without a server.
 """

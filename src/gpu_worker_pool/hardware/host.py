@@ -1,4 +1,4 @@
-"""This host's GPUs, put together: the reader that a backend names, sampled, and shared through the state directory."""
+"""Builds the sampler of this host: the reader of a backend, with samples shared through the state directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from gpu_worker_pool.hardware.readers import Reader
-    from gpu_worker_pool.hardware.readers.simulated import Holder
+    from gpu_worker_pool.hardware.readers.simulated import SimulatedHolder
     from gpu_worker_pool.hardware.samples import HostSample
 
 
@@ -26,11 +26,11 @@ def host_sampler(
     on_sample: Callable[[HostSample], object],
     state_dir: str | None = None,
     reader: Reader | None = None,
-    holders: Callable[[], Iterable[Holder]] = tuple,
+    holders: Callable[[], Iterable[SimulatedHolder]] = tuple,
 ) -> Sampler:
-    """`keep`: how many samples of the past whoever starts later may want to see. `state_dir`: see `state_directory`.
+    """`keep`: the number of past samples for processes that start later. `state_dir`: see `state_directory`.
 
-    `holders`: who has simulated GPUs; asked in the sampler's thread.
+    `holders`: the holders of simulated GPUs; called in the sampler's thread.
     """
     return Sampler(
         reader or make_reader(backend, boot_time, holders),

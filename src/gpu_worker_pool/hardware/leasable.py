@@ -1,4 +1,4 @@
-"""What of this host can be promised to somebody: each GPU, or, of one that is split, each of its MIG devices."""
+"""Lists what this host can lease: each GPU, or, if a GPU is split, each of its MIG devices."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NO_UUID: Final = "does not tell its UUID, by which a promise would know it"
+NO_UUID: Final = "does not report its UUID, which a lease needs"
 
 
 def readings_of(gpus: Iterable[GPUReading]) -> tuple[Reading, ...]:
-    """A GPU is known by its UUID, since indices change their order; a split one is nobody's as a whole."""
+    """GPUs are identified by UUID, because indices change; a split GPU is never leased as a whole."""
     readings: list[Reading] = []
     for gpu in gpus:
         if gpu.mig_enabled or gpu.mig_devices:
@@ -40,7 +40,7 @@ def readings_of(gpus: Iterable[GPUReading]) -> tuple[Reading, ...]:
                     gpu.memory_usage_percent,
                     gpu.utilization_percent,
                     gpu.reports_utilization,
-                    # By its number it may be promised already, under the UUID that it told a moment ago.
+                    # It may already be leased under the UUID that it reported a moment ago.
                     gpu.fault or (NO_UUID if gpu.uuid is None else None),
                     gpu.processes,
                 )
@@ -66,7 +66,7 @@ def _of_device(gpu: GPUReading, device: MIGReading) -> Reading:
 
 
 def vanished_devices(before: Iterable[GPUReading], now: Iterable[GPUReading]) -> tuple[str, ...]:
-    """The MIG devices that ceased to exist: their GPU is there, well, and does not have them any more."""
+    """MIG devices that no longer exist, although their GPU is present and healthy."""
     well = {gpu.identity: gpu for gpu in now if gpu.fault is None}
     return tuple(
         device.uuid
@@ -78,20 +78,20 @@ def vanished_devices(before: Iterable[GPUReading], now: Iterable[GPUReading]) ->
 
 
 def within_visible(requirements: Requirements, gpus: Sequence[GPUReading], visible: VisibilityFilter) -> Requirements:
-    """`CUDA_VISIBLE_DEVICES` as a wish, which hides GPUs from nobody else; `ImpossibleRequestError` where none is left.
+    """Add `CUDA_VISIBLE_DEVICES` to the requirements; `ImpossibleRequestError` if no GPU is left.
 
-    What is visible is named, and not what is hidden: a GPU that appears later may not be had either.
+    It goes into `only`, not `exclude`: a GPU that appears later is not visible either.
     """
     visibility = visible.apply(gpus)
     if visibility.missing:
-        instead = "" if visibility.is_filtering else "; any GPU may be granted"
+        instead = "ignoring them" if visibility.is_filtering else "using all GPUs"
         names = ", ".join(visibility.missing[:5])
-        logger.error("ignoring GPUs that CUDA_VISIBLE_DEVICES lists and this host does not have: %s%s", names, instead)
+        logger.error("CUDA_VISIBLE_DEVICES lists GPUs that this host does not have (%s): %s", names, instead)
     if not visibility.is_filtering:
         return requirements
     shown, only = readings_of(visibility.gpus), requirements.only
     left = tuple(reading.gpu_id for reading in shown if only is None or any(names_gpu(name, reading) for name in only))
     if left:
         return replace(requirements, only=left)
-    hides = f"CUDA_VISIBLE_DEVICES={visible.value!r} hides every GPU"
-    raise ImpossibleRequestError(reasons=(f"{hides} that is wanted" if shown else f"{hides}: unset it",))
+    hidden = "every requested GPU" if shown else "every GPU: unset it"
+    raise ImpossibleRequestError(reasons=(f"CUDA_VISIBLE_DEVICES={visible.value!r} hides {hidden}",))

@@ -1,94 +1,85 @@
-"""Who a process is: what this host's /proc tells of a pid, one that the driver named or that holds a lock."""
+"""Describes and identifies processes of this host by what /proc says about their pids."""
 
 from __future__ import annotations
 
 import os
 import pwd
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.core.readings import ProcessReading
-from gpu_worker_pool.proc import ProcessStat, process_stat
+from gpu_worker_pool.hardware.proc import process_stat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: The kernel's own number for it.
+#: A constant of the kernel.
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def describe_process(pid: int, *, name: str | None = None, memory_used_mb: float | None = None) -> ProcessReading:
-    """`name` is what the driver calls it, and all that is known of a process that our /proc does not show."""
-    if not _sees_the_hosts_pids():
-        return ProcessReading(pid, name=name, memory_used_mb=memory_used_mb)
-    stat = process_stat(pid)
-    try:
-        user = _user_name(Path("/proc", str(pid)).stat().st_uid)
-    except OSError:
-        stat, user = None, None
+    """`name` comes from the driver; it is all we know about a process that our /proc does not show."""
+    stat = user = None
+    if _sees_the_hosts_pids():
+        with suppress(OSError):
+            user = _user_name(Path("/proc", str(pid)).stat().st_uid)
+            stat = process_stat(pid)
     if stat is None:
         return ProcessReading(pid, name=name, memory_used_mb=memory_used_mb)
     return ProcessReading(
-        pid, started_at=_started_at(stat), name=name or stat.command, user=user, memory_used_mb=memory_used_mb
+        pid, started_at=stat.started_at, name=name or stat.command, user=user, memory_used_mb=memory_used_mb
     )
 
 
 def process_identity() -> dict[str, Any]:
-    """What tells this process from every other one of the host, past and future, for others to read."""
+    """Identifies this process among all processes of the host, past and future."""
     stat = process_stat(os.getpid())
-    started_at = None if stat is None else _started_at(stat)
-    return {"pid": os.getpid(), "started_at": started_at, "namespace": _pid_namespace()}
+    return {"pid": os.getpid(), "started_at": stat and stat.started_at, "namespace": _pid_namespace()}
 
 
 def name_of_this_process() -> str:
-    """The same as one word, with the boot it lives in; `is_gone` reads it."""
+    """The same as one word, with the boot id, for `is_gone`."""
     identity = process_identity()
     return f"{boot_id()}/{identity['namespace']}/{identity['pid']}/{identity['started_at']}"
 
 
 def is_gone(name: str) -> bool:
-    """Whether the process of that name has certainly ended; False also where that cannot be known."""
+    """Whether the process of that name has certainly ended; False if unknown."""
     boot, _, rest = name.partition("/")
     namespace, _, rest = rest.partition("/")
     number, _, started_at = rest.partition("/")
-    # First: in another namespace the same number is another process, and a container may have a boot id of its own.
+    # First: in another namespace the same pid is another process, and a container may have another boot id.
     if namespace != str(_pid_namespace()) or not number.isdecimal():
         return False
     if boot != boot_id():
         return True
     pid = int(number)
     try:
-        os.kill(pid, 0)  # harms nobody, and finds processes that /proc may hide from us
+        os.kill(pid, 0)  # sends nothing, and also finds processes that /proc hides from us
     except ProcessLookupError:
         return True
     except OSError:
         pass
     stat = process_stat(pid)
     if stat is None:
-        return False  # hidden, or gone in this very moment: the next look tells
-    if str(_started_at(stat)) != started_at:
+        return False  # hidden, or gone at this moment: the next check will tell
+    if str(stat.started_at) != started_at:
         return True
-    try:
-        # Ended, and its parent has not looked yet; unless it is only its first thread that has.
+    # A zombie has ended; but with other threads left, only its first thread has.
+    with suppress(OSError):
         return stat.state == "Z" and len(list(Path("/proc", number, "task").iterdir())) == 1
-    except OSError:
-        return False
+    return False
 
 
 def is_stopped(identity: Mapping[str, Any]) -> bool:
-    """Whether the process is there and stopped, as by Ctrl-Z; False also where that cannot be known."""
+    """Whether the process exists and is stopped, as by Ctrl-Z; False if unknown."""
     pid = identity.get("pid")
     if type(pid) is not int or identity.get("namespace") != _pid_namespace():
         return False
     stat = process_stat(pid)
-    return stat is not None and _started_at(stat) == identity.get("started_at") and stat.state in ("T", "t")
-
-
-def _started_at(stat: ProcessStat) -> float:
-    """Seconds since the host booted."""
-    return stat.started_ticks / _TICKS_PER_SECOND
+    return stat is not None and stat.started_at == identity.get("started_at") and stat.state in ("T", "t")
 
 
 @lru_cache(maxsize=1)
@@ -98,7 +89,7 @@ def boot_id() -> str:
 
 @lru_cache(maxsize=1)
 def _sees_the_hosts_pids() -> bool:
-    """The driver tells pids of the host; in a container with numbers of its own they would name somebody else."""
+    """The driver reports pids of the host; in a container with its own pids they would be other processes."""
     return _pid_namespace() == _INITIAL_PID_NAMESPACE
 
 

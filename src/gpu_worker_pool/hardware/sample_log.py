@@ -1,8 +1,8 @@
-"""The host's samples in one file: whoever probes the driver appends to it, every other process follows it.
+"""Shares the host's samples through one file: the process that reads the driver appends, all others follow.
 
-So a hundred programs do not run a hundred `nvidia-smi`, and all workers of a server tell the same, history included.
-The file is rewritten in place, never replaced: in a folder that several users share, nobody may replace what another
-one made. It is never synced either: after a crash of the host there is nothing in it that anybody wants.
+So a hundred programs do not run a hundred `nvidia-smi`, and all workers of a server have the same readings and history.
+The file is rewritten in place, never replaced: in a shared folder a user may not replace the file of another. It is
+never synced: after a crash of the host its content is worthless.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpu_worker_pool.state_directory import shared_mode
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Part of the file's name: versions whose lines differ do not read each other's.
+#: Part of the file's name, so that versions with different formats do not mix.
 _FORMAT: Final = 1
 _READ_BYTES: Final = 1 << 20
 _IDENTITY_BYTES: Final = 128
@@ -35,12 +35,12 @@ _NAMES: dict[type[Any], tuple[str, ...]] = {}
 
 
 class SampleLog:
-    """One process's hold on the file. Used by one thread."""
+    """The file as one process uses it, in one thread."""
 
     def __init__(self, directory: Path, hardware: str, *, keep: int) -> None:
-        """`hardware` tells real GPUs from simulated ones; `keep`: how many samples a newcomer may want to see."""
+        """`hardware` separates real and simulated GPUs; `keep`: the number of samples for later processes."""
         self._path = directory / f"readings-{hardware}-v{_FORMAT}.jsonl"
-        #: Whoever wants the most of all who write it decides.
+        #: The largest value of all writers counts.
         self._keep = keep
         self._boot_id = boot_id()
         self._identity = json.dumps(process_identity()).encode().ljust(_IDENTITY_BYTES)
@@ -51,12 +51,12 @@ class SampleLog:
         forks.watch(self)
 
     def _forked(self) -> None:
-        """A lock lasts until everybody who inherited it has closed it: a child would keep that of a dead parent."""
+        """Close it: a forked child would keep holding the lock after its parent's death."""
         self.close()
 
     def _open(self) -> None:
         self.close()
-        #: How far the file was read, and of which rewriting of it; None where it must be rewritten first.
+        #: How far the file was read, and its generation; None if it must be rewritten first.
         self._offset = 0
         self._generation: int | None = None
         self._lines_in_file = 0
@@ -70,15 +70,15 @@ class SampleLog:
                 os.close(descriptor)
         self._file = self._lock = self._relief = self._locked = -1
 
-    # --- the right to probe: at most one process of the host has it, and the end of the process ends it ---
+    # --- the lock: only its holder reads the driver; it ends with the process ---
 
     def try_lock(self) -> bool:
         if any(os.fstat(descriptor).st_nlink == 0 for descriptor in (self._file, self._lock, self._relief)):
-            self._open()  # somebody tidied up: what is locked here would be locked by nobody else
+            self._open()  # the files were deleted: our lock would exclude no process
         if _try_flock(self._lock):
             self._locked = self._lock
             os.pwrite(self._lock, self._identity, 0)
-        # A program that was stopped (Ctrl-Z) while it probed must not keep all others from doing so.
+        # A stopped program (Ctrl-Z) that holds the lock must not block all others.
         elif is_stopped(_parse(os.pread(self._lock, _IDENTITY_BYTES, 0))) and _try_flock(self._relief):
             self._locked = self._relief
         return self._locked >= 0
@@ -91,7 +91,7 @@ class SampleLog:
     # --- reading ---
 
     def follow(self) -> list[HostSample]:
-        """What was appended since the last call, oldest first."""
+        """The samples that were appended since the last call, oldest first."""
         header = _parse(os.pread(self._file, 256, 0).partition(b"\n")[0])
         generation, keep = header.get("generation"), header.get("keep")
         if header.get("boot") != self._boot_id or type(generation) is not int or type(keep) is not int:
@@ -105,9 +105,9 @@ class SampleLog:
         for line in self._new_lines():
             sample = _decode(line)
             if sample is None:
-                continue  # the header; or half a line, of a write that failed
+                continue  # the header, or half a line of a failed write
             self._lines_in_file += 1
-            # A rewritten file begins with what was already seen.
+            # A rewritten file begins with samples we have read already.
             if sample.number > self._last_number:
                 self._last_number = sample.number
                 found.append(sample)
@@ -134,17 +134,17 @@ class SampleLog:
             self._rewrite([line])
             return
         if self._lines_in_file >= 2 * self._keep:
-            # Neither the header nor half a line; whoever reads them looks closer. Somebody may wait for this reading.
+            # Skip the header and half lines by a cheap test: a request may be waiting for this sample.
             kept = [line for line in self._read_from(0).split(b"\n") if line[:10] == _LINE_OPENS and line[-2:] == b"}}"]
             self._rewrite([*kept[1 - self._keep :], line] if self._keep > 1 else [line])
             return
         end = os.fstat(self._file).st_size
-        # Behind half a line that somebody left, the newline makes it one that is skipped.
+        # After half a line, the newline turns it into a line that readers skip.
         self._write((b"\n" if end > self._offset else b"") + line + b"\n", end)
         self._lines_in_file += 1
 
     def _rewrite(self, lines: list[bytes]) -> None:
-        generation = self._last_number  # grows, and so differs from every one before
+        generation = self._last_number  # grows, so it is unique
         header = json.dumps({"boot": self._boot_id, "generation": generation, "keep": self._keep}).encode()
         self._generation = None
         os.ftruncate(self._file, 0)
@@ -168,14 +168,14 @@ def _try_flock(descriptor: int) -> bool:
 
 
 def _open_shared(path: Path) -> int:
-    # No symbolic link: in a folder that others may write to, it would be written to whatever they point it at.
+    # No symbolic links: in a shared folder another user could point one at any file.
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        # Without O_CREAT: the kernel refuses that for a file of another user in a folder that all may write to.
+        # Without O_CREAT: in a world-writable folder the kernel refuses it for files of other users.
         descriptor = os.open(path, flags)
     except FileNotFoundError:
         descriptor = os.open(path, flags | os.O_CREAT, 0o666)
-        # The folder decides who may come in; the umask of whoever came first does not.
+        # The permissions come from the folder, not from the umask of the first process.
         with contextlib.suppress(OSError):
             os.fchmod(descriptor, shared_mode(path.parent))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -218,7 +218,7 @@ def _names_of(kind: Any) -> tuple[str, ...]:
     return names
 
 
-#: Somebody may wait for the reading that is written: `asdict` would take most of the time.
+#: `asdict` would be too slow: a request may be waiting for this sample.
 _ENCODER: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_fields_of)
 
 
@@ -234,7 +234,7 @@ def _decode(line: bytes) -> HostSample | None:
         sample = HostSample(**entry, answer=answer)
     except (KeyError, TypeError):
         return None
-    # What is reckoned with is looked at; the rest is only shown.
+    # Check what we calculate with; the rest is only displayed.
     numbers = (sample.number, sample.failed_total, sample.begun_at, sample.took_seconds)
     is_sane = all(type(number) in {int, float} and 0 <= number < math.inf for number in numbers)
     return sample if is_sane and isinstance(sample.timestamp, str) else None

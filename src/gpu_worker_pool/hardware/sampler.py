@@ -1,7 +1,6 @@
-"""The sampler: keeps one process supplied with samples, from the driver or from whoever else on the host asks it.
+"""The sampler supplies one process with samples, from the driver or from another process of the host.
 
-It runs in a thread of its own, because the driver may take its time: a driver that hangs for ever costs this thread,
-and the samples age. Nobody who wants to know something waits for it.
+It runs in its own thread, because the driver may hang: then only this thread hangs, and the samples age.
 """
 
 from __future__ import annotations
@@ -25,31 +24,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A process that follows another's samples takes over when they are this many intervals old.
+#: A process that follows takes over when the last sample is this many intervals old.
 TAKE_OVER_INTERVALS = 3
-#: How soon what another process sampled is noticed.
+#: Interval between looks for samples of other processes.
 FOLLOW_SECONDS = 0.1
-#: Whatever goes wrong, the thread does not spin.
+#: The thread never spins.
 SHORTEST_TURN_SECONDS = 0.01
-#: A failure of ours says nothing while another process's sample is no older.
+#: Our own failure does not count while another process has a good sample this young.
 OTHERS_SECONDS = 15.0
-#: How long to do without the file that the samples are shared by, once it could not be used.
+#: Pause before the next attempt to use the shared file after an error.
 REOPEN_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What is known of the host's GPUs at one moment; replaced as a whole, so that every thread sees one whole."""
+class LatestSamples:
+    """Immutable and replaced as a whole, so that other threads always see a consistent state."""
 
-    #: The last attempt that told something, and the last attempt.
+    #: The last successful sample, and the last one of any kind.
     good: HostSample | None = None
     last: HostSample | None = None
-    #: Since when the driver has owed somebody on this host an answer, on the clock of `boot_time`.
+    #: Since when a read of the driver has been running on this host, by `boot_time`.
     probing_since: float | None = None
 
 
 class Sampler:
-    """`on_sample` is called in the sampler's thread with every sample, in order, this process's own or not."""
+    """`on_sample` is called in the sampler's thread with every sample in order, also those of other processes."""
 
     def __init__(
         self,
@@ -60,21 +59,21 @@ class Sampler:
         open_log: Callable[[], SampleLog] | None = None,
     ) -> None:
         self.interval_seconds = interval_seconds
-        self.seen = Seen()
+        self.seen = LatestSamples()
         self._reader = reader
         self._on_sample = on_sample
         self._open_log = open_log
         self._open_log_at = 0.0
         self._log: SampleLog | None = None
-        #: Whether the last sample was this process's own, so that the next one is its turn too.
-        self._is_asking = False
-        #: Whether another process has sampled since this one was started.
-        self._has_company = False
+        #: Whether this process took the last sample, so that it takes the next one too.
+        self._is_probing_process = False
+        #: Whether another process took a sample since this one started.
+        self._others_sample = False
         self._has_followed = False
         self._probed_at = -math.inf
         self._complaint = ""
         self._woken = threading.Event()
-        #: A sample that began before this is not fresh enough for somebody.
+        #: A caller needs a sample that began after this.
         self._wanted_after = -math.inf
         self._is_stopping = False
         self._is_up_to_date = threading.Event()
@@ -84,16 +83,16 @@ class Sampler:
         self._thread.start()
 
     def wait_until_up_to_date(self, timeout_seconds: float) -> bool:
-        """Whether the present state of the GPUs, good or bad, is known by then."""
+        """Whether the current state of the GPUs, good or bad, is known in time."""
         return self._is_up_to_date.wait(timeout_seconds)
 
     def want_fresh(self, begun_after: float) -> None:
-        """Ask the driver now instead of at the next turn, unless somebody else has since that moment."""
+        """Read the driver now instead of at the next turn, unless a sample began after that moment."""
         self._wanted_after = max(self._wanted_after, begun_after)
         self._woken.set()
 
     def stop(self, timeout_seconds: float = 1.0) -> bool:
-        """Whether the thread has ended: one that waits for a hanging driver has not, and is left to it."""
+        """Whether the thread has ended; a thread that waits for a hanging driver is abandoned."""
         self._is_stopping = True
         self._woken.set()
         self._reader.interrupt()
@@ -108,7 +107,7 @@ class Sampler:
                 try:
                     self._turn()
                     wait = max(self._seconds_to_next_turn(), SHORTEST_TURN_SECONDS)
-                except Exception:  # a sampler that ends would leave the readings to age for ever
+                except Exception:  # keep sampling: without the thread the readings would age forever
                     logger.exception("sampling failed; trying again")
                     wait = self.interval_seconds
                 self._woken.wait(wait)
@@ -122,7 +121,7 @@ class Sampler:
         if self._is_due():
             if self._try_lock():
                 try:
-                    # Whoever had the lock until now may just have sampled.
+                    # The last holder of the lock may just have taken a sample.
                     self._follow()
                     if self._is_due():
                         self._probe()
@@ -130,7 +129,7 @@ class Sampler:
                 finally:
                     self._unlock()
             elif self.seen.probing_since is None:
-                self.seen = Seen(self.seen.good, self.seen.last, probing_since=boot_time())
+                self.seen = LatestSamples(self.seen.good, self.seen.last, probing_since=boot_time())
         if not self._is_due():
             self._is_up_to_date.set()
 
@@ -138,37 +137,37 @@ class Sampler:
         last, now = self.seen.last, boot_time()
         if last is None or (self._probed_at < self._wanted_after and last.begun_at < self._wanted_after):
             return True
-        if isinstance(last.answer, DriverFailure) and not self._is_asking:
-            # Another process could not read the GPUs. Perhaps this one can.
+        if isinstance(last.answer, DriverFailure) and not self._is_probing_process:
+            # Another process could not read the GPUs; perhaps this one can.
             return now - self._probed_at >= TAKE_OVER_INTERVALS * self.interval_seconds
-        return not 0 <= now - last.begun_at < self._patience_seconds()
+        return not 0 <= now - last.begun_at < self._due_after_seconds()
 
-    def _patience_seconds(self) -> float:
-        is_somebodys_turn = self._log is not None and self._has_company and not self._is_asking
-        return self.interval_seconds * (TAKE_OVER_INTERVALS if is_somebodys_turn else 1)
+    def _due_after_seconds(self) -> float:
+        is_anothers_turn = self._log is not None and self._others_sample and not self._is_probing_process
+        return self.interval_seconds * (TAKE_OVER_INTERVALS if is_anothers_turn else 1)
 
     def _seconds_to_next_turn(self) -> float:
         last = self.seen.last
-        due_in = 0.0 if last is None else last.begun_at + self._patience_seconds() - boot_time()
+        due_in = 0.0 if last is None else last.begun_at + self._due_after_seconds() - boot_time()
         return due_in if self._log is None else min(due_in, FOLLOW_SECONDS)
 
     def _probe(self) -> None:
         begun_at = self._probed_at = boot_time()
         timestamp = datetime.now().isoformat()
         last = self.seen.last
-        self.seen = Seen(self.seen.good, last, probing_since=begun_at)
+        self.seen = LatestSamples(self.seen.good, last, probing_since=begun_at)
         answer: DriverAnswer | DriverFailure
         try:
             answer = self._reader.read()
         except DriverError as error:
             answer = DriverFailure(str(error), error.code)
-        except Exception as error:  # whatever a reader stumbles over, the next sample may be fine
+        except Exception as error:  # the next sample may be fine
             if not isinstance(last.answer if last else None, DriverFailure):
                 logger.exception("the reader failed")
             answer = DriverFailure(f"unexpected: {type(error).__name__}: {error}", "reader_error")
         if isinstance(answer, DriverFailure) and self._others_can_read(begun_at):
-            # What this process lacks, the driver or the right to use it, is no news for those who have it.
-            self.seen = Seen(self.seen.good, last)
+            # This process lacks the driver or a permission; others can read, so do not share the failure.
+            self.seen = LatestSamples(self.seen.good, last)
             return
         sample = HostSample(
             number=1 if last is None else last.number + 1,
@@ -178,20 +177,20 @@ class Sampler:
             timestamp=timestamp,
             answer=answer,
         )
-        self._is_asking = True
-        self._take(sample)  # first: somebody here may wait for it
+        self._is_probing_process = True
+        self._take(sample)  # first: a caller in this process may wait for it
         self._share(sample)
 
     def _others_can_read(self, now: float) -> bool:
         good = self.seen.good
-        return good is not None and not self._is_asking and 0 <= now - good.begun_at <= OTHERS_SECONDS
+        return good is not None and not self._is_probing_process and 0 <= now - good.begun_at <= OTHERS_SECONDS
 
     def _take(self, sample: HostSample) -> None:
         is_good = isinstance(sample.answer, DriverAnswer)
-        self.seen = Seen(sample if is_good else self.seen.good, sample)
+        self.seen = LatestSamples(sample if is_good else self.seen.good, sample)
         self._on_sample(sample)
 
-    # --- sharing: whatever becomes of the file, this process goes on by itself ---
+    # --- sharing: without the file, this process reads the GPUs alone ---
 
     def _follow(self) -> None:
         if self._log is None and self._open_log is not None and boot_time() >= self._open_log_at:
@@ -207,14 +206,14 @@ class Sampler:
             self._complain(error)
             return
         if samples:
-            self._is_asking = False
-            self._has_company = self._has_company or self._has_followed
+            self._is_probing_process = False
+            self._others_sample = self._others_sample or self._has_followed
         self._has_followed = True
         for sample in samples:
             self._take(sample)
 
     def _try_lock(self) -> bool:
-        """False only where another process has it."""
+        """False only if another process holds it."""
         if self._log is None:
             return True
         try:
@@ -233,7 +232,7 @@ class Sampler:
         try:
             self._log.append(sample)
         except OSError as error:
-            # The others will find the samples old, ask the driver themselves, and fare no worse than without us.
+            # The others will notice that the samples are old, and read the driver themselves.
             self._complain(error)
         else:
             self._complaint = ""

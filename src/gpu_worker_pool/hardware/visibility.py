@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES: which of the host's GPUs are shown; says once, not at every sample, what it could not find."""
+"""Applies CUDA_VISIBLE_DEVICES to the GPUs of a sample, and warns once about entries it does not find."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ MOST_WARNINGS = 10
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """What a filter makes of the GPUs that are there."""
+    """The result of a filter."""
 
     gpus: tuple[GPUReading, ...]
-    #: False where nothing is hidden: no filter is set, or nothing it names was found.
+    #: False if nothing is hidden: no filter is set, or none of its entries was found.
     is_filtering: bool
     total_gpus: int
-    #: What was named and is not there, in words that may be shown.
+    #: Entries that were not found, in printable form.
     missing: tuple[str, ...] = ()
 
 
 class VisibilityFilter:
-    """Applies one value of `CUDA_VISIBLE_DEVICES` to one sample after the other."""
+    """Applies one value of `CUDA_VISIBLE_DEVICES` to each sample."""
 
     def __init__(self, value: str | None) -> None:
         self.value = value
         self._tokens = None if value is None else tuple(dict.fromkeys(re.split(r"[,\s]+", value.strip(", \t\n"))))
-        #: What was said of the last sample: the same is not said again.
+        #: What was logged for the last sample, to log it only once.
         self._said: tuple[str, ...] | None = None
-        #: Something named was there once: when it is gone, that is no reason to show what was never asked for.
+        #: If an entry was found once and disappears, the other GPUs stay hidden.
         self._has_found = False
 
     def apply(self, gpus: Sequence[GPUReading]) -> Visibility:
@@ -46,7 +46,7 @@ class VisibilityFilter:
         if self._tokens in {("",), ("-1",)}:  # both hide all, as they do for CUDA
             self._say(gpus, (), [])
             return Visibility((), is_filtering=True, total_gpus=len(gpus))
-        #: By index: the MIG devices that were named, or None where the whole GPU was.
+        #: By index: the listed MIG devices, or None for the whole GPU.
         shown: dict[int, set[str] | None] = {}
         missing: list[str] = []
         for token in self._tokens:
@@ -86,7 +86,7 @@ class VisibilityFilter:
 
 
 def _find(token: str, gpus: Sequence[GPUReading]) -> tuple[int, str | None] | None:
-    """The one GPU with this index, or whose UUID alone begins so; for a MIG device its GPU's index and its UUID."""
+    """By index or unambiguous beginning of a UUID: the GPU's index, and the UUID of a MIG device."""
     if re.fullmatch(r"[0-9]{1,9}", token):
         index = int(token)
         return (index, None) if any(gpu.index == index for gpu in gpus) else None

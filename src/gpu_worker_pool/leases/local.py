@@ -36,7 +36,7 @@ from gpu_worker_pool.leases.inherited import InheritedLease
 from gpu_worker_pool.leases.lease import HeldLease
 from gpu_worker_pool.leases.service import LeasedGPU, StillWaiting
 from gpu_worker_pool.ledger.host import open_host_ledger
-from gpu_worker_pool.proc import ancestors_of
+from gpu_worker_pool.hardware.proc import ancestors_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence

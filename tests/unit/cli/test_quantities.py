@@ -61,7 +61,7 @@ def test_percentages(text: str, percent: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "nan", "inf", "101", "-1", "half", "%"])
 def test_percentages_that_are_none(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="like 50 or 50%"):
+    with pytest.raises(click.BadParameter, match="not a percentage; write 50 or 50%"):
         Percent().convert(text, None, None)
 
 

@@ -11,7 +11,7 @@ import pytest
 from gpu_worker_pool.cli.views.cells import gpu_state
 from gpu_worker_pool.core.readings import ProcessReading
 from gpu_worker_pool.gpu_server.view import HostView
-from gpu_worker_pool.hardware.sampler import Seen
+from gpu_worker_pool.hardware.sampler import LatestSamples
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUReading, HostSample, MIGReading
 
 
@@ -20,7 +20,7 @@ class Host:
 
     def __init__(self, interval: float = 1.0, visible: str | None = None) -> None:
         self.now = 1000.0
-        self.seen = Seen()
+        self.seen = LatestSamples()
         self.view = HostView(
             lambda: self.seen,
             visible_devices=visible,
@@ -34,7 +34,7 @@ class Host:
         self.number += 1
         answer = answer or DriverAnswer((GPUReading(0, "A"), GPUReading(1, "B")), "1.0", "test")
         sample = HostSample(self.number, 0, self.now, 0.1, "2026-01-01T00:00:00", answer)
-        self.seen = Seen(sample if isinstance(answer, DriverAnswer) else self.seen.good, sample)
+        self.seen = LatestSamples(sample if isinstance(answer, DriverAnswer) else self.seen.good, sample)
         self.view.take(sample)
         return sample
 
@@ -54,7 +54,7 @@ def test_nothing_is_known_before_the_first_sample() -> None:
 
 def test_a_driver_that_hangs_from_the_start() -> None:
     host = Host()
-    host.seen = Seen(probing_since=1000.0)
+    host.seen = LatestSamples(probing_since=1000.0)
     assert host.status() == (503, "unhealthy", "no_sample_yet")
     host.now = 1004.5
     assert host.status() == (503, "unhealthy", "driver_hangs")
@@ -102,7 +102,7 @@ def test_a_failure_and_then_a_hang_is_a_hang() -> None:
     host = Host()
     host.sample()
     host.sample(DriverFailure("it broke", "broken"))
-    host.seen = Seen(host.seen.good, host.seen.last, probing_since=1001.0)
+    host.seen = LatestSamples(host.seen.good, host.seen.last, probing_since=1001.0)
     host.now = 1010.0
     assert host.status() == (200, "degraded", "driver_hangs")
 
@@ -111,7 +111,7 @@ def test_a_driver_that_always_takes_its_time_is_slow_and_not_late() -> None:
     host = Host()
     for _ in range(3):
         sample = host.sample()
-        host.seen = Seen(None, replace(sample, took_seconds=3.6), probing_since=host.now + 3.6)
+        host.seen = LatestSamples(None, replace(sample, took_seconds=3.6), probing_since=host.now + 3.6)
         host.now += 7.2
         assert host.status() == (200, "healthy", None)
     host.now += 5

@@ -112,7 +112,7 @@ def test_a_split_gpu_is_never_named_as_a_whole_also_if_it_does_not_say_that_it_i
     ("value", "only", "reason"),
     [
         ("-1", None, "CUDA_VISIBLE_DEVICES='-1' hides every GPU: unset it"),
-        ("2", ("3",), "CUDA_VISIBLE_DEVICES='2' hides every GPU that is wanted"),
+        ("2", ("3",), "CUDA_VISIBLE_DEVICES='2' hides every requested GPU"),
     ],
 )
 def test_where_nothing_is_left_it_can_never_be_granted(value: str, only: tuple[str, ...] | None, reason: str) -> None:

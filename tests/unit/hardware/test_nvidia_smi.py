@@ -274,7 +274,7 @@ def test_gpus_after_the_one_that_failed_are_not_gone(fake: FakeNvidiaSMI, reader
     fake.set_gpus(healthy_gpu(0), healthy_gpu(1), healthy_gpu(2))
     reader.read()
     fake.answer(f"{LOST_1}\n", exit_status=15)
-    why = "nvidia-smi failed before it told of this GPU"
+    why = "nvidia-smi failed before it reported this GPU"
     assert [(gpu.index, gpu.fault, gpu.memory_used_mb) for gpu in reader.read().gpus] == [
         (0, why, None),
         (1, LOST_1_QUOTED, None),

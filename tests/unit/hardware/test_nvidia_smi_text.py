@@ -200,7 +200,7 @@ def test_a_line_with_missing_cells_is_its_gpus_complaint_not_a_shifted_reading()
     broken = line(1).strip().replace(", 512", "")
     parsed = parse_gpus(line(0) + broken, GPU_FIELDS)
     assert [gpu.index for gpu in parsed.rows] == [0]
-    reason = f"nvidia-smi's line on it cannot be read: {quote(broken)}"
+    reason = f"its line from nvidia-smi cannot be read: {quote(broken)}"
     assert parsed.complaints == (Complaint(reason, 1, "00000000:02:00.0"),)
 
 

@@ -137,7 +137,7 @@ def silent(index: int, fault: str, **changes: Any) -> GPUReading:
     return GPUReading(index, fault=fault, **{**names, **changes})
 
 
-LOST = "the GPU is lost, as when it fell off the bus: see `dmesg`, then reboot the host"
+LOST = "the GPU is lost, for example off the bus: see `dmesg`, then reboot the host"
 
 
 # --- a host that is well ---
@@ -297,7 +297,7 @@ def test_processes_one_may_not_see_are_unknown_not_none(fake: FakeNVML, reader: 
     ("error", "fault"),
     [
         (GPU_IS_LOST, LOST),
-        (RESET_REQUIRED, "the GPU needs a reset: end what uses it, then run `nvidia-smi --gpu-reset -i 1`"),
+        (RESET_REQUIRED, "the GPU needs a reset: end the processes on it, then run `nvidia-smi --gpu-reset -i 1`"),
         (GPU_NOT_FOUND, "the driver no longer finds the GPU: see `dmesg`, then reboot the host"),
     ],
 )
@@ -362,7 +362,7 @@ def test_a_gpu_whose_uuid_fails_from_the_start_is_not_used(fake: FakeNVML, reade
     fake.gpus[0].errors = {"uuid": UNKNOWN}
     fake.write()
     assert reader.gpus() == (
-        GPUReading(0, "unknown GPU", fault="the GPU cannot be asked (Unknown Error): see `dmesg`"),
+        GPUReading(0, "unknown GPU", fault="the GPU does not answer (Unknown Error): see `dmesg`"),
         healthy(1),
     )
 

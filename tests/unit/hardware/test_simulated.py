@@ -7,7 +7,7 @@ import pytest
 from gpu_worker_pool.hardware.readers.simulated import (
     DEFAULT_LOAD_MB,
     MEMORY_TOTAL_MB,
-    Holder,
+    SimulatedHolder,
     SimulatedHost,
     SimulatedReader,
     simulated_uuid,
@@ -19,7 +19,7 @@ class Host:
 
     def __init__(self, text: str = "simulated:2") -> None:
         self.now = 1000.0
-        self.holders: list[Holder] = []
+        self.holders: list[SimulatedHolder] = []
         self.reader = SimulatedReader(SimulatedHost.parse(text), clock=lambda: self.now, holders=lambda: self.holders)
 
     def used_mb(self, index: int = 0) -> float | None:
@@ -36,7 +36,7 @@ def test_they_are_idle_and_the_same_every_time() -> None:
 
 def test_load_comes_a_moment_after_the_grant_and_goes_with_the_holder() -> None:
     host = Host()
-    host.holders = [Holder(simulated_uuid(1), since=1000.0, memory_mb=5000, pid=77, name="train")]
+    host.holders = [SimulatedHolder(simulated_uuid(1), since=1000.0, memory_mb=5000, pid=77, name="train")]
     host.now = 1000.19
     assert host.used_mb(1) == 0
     host.now = 1000.2
@@ -51,14 +51,14 @@ def test_load_comes_a_moment_after_the_grant_and_goes_with_the_holder() -> None:
 
 def test_who_declared_nothing_takes_most_of_it_and_nobody_more_than_there_is() -> None:
     host = Host()
-    host.holders = [Holder(simulated_uuid(0), since=0.0)]
+    host.holders = [SimulatedHolder(simulated_uuid(0), since=0.0)]
     assert host.used_mb() == DEFAULT_LOAD_MB
     host.holders *= 2
     assert host.used_mb() == MEMORY_TOTAL_MB
 
 
 def test_memory_lingers_only_where_asked_for() -> None:
-    ended = Holder(simulated_uuid(0), since=0.0, until=1000.0, memory_mb=4000)
+    ended = SimulatedHolder(simulated_uuid(0), since=0.0, until=1000.0, memory_mb=4000)
     host = Host("simulated:1")
     host.holders = [ended]
     assert host.used_mb() == 0
@@ -68,7 +68,7 @@ def test_memory_lingers_only_where_asked_for() -> None:
     assert (gpu.memory_used_mb, gpu.processes, gpu.utilization_percent) == (4000, (), 0)
     host.now += 2.5
     assert host.used_mb() == 0
-    host.holders = [Holder(simulated_uuid(0), since=1002.4, until=1002.45, memory_mb=4000)]
+    host.holders = [SimulatedHolder(simulated_uuid(0), since=1002.4, until=1002.45, memory_mb=4000)]
     host.now = 1002.5
     assert host.used_mb() == 0, "who never loaded anything leaves nothing behind"
 

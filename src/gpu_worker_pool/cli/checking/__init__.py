@@ -1,1 +1,1 @@
-"""`doctor` and `config`: what is wrong here, and what every setting is."""
+"""The checks of `gpu-pool doctor`, and the list of `gpu-pool config`."""

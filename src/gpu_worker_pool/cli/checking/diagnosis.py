@@ -1,4 +1,4 @@
-"""What this host and its endpoints need, looked at one after the other. Changes nothing but a folder it may make."""
+"""The checks of `gpu-pool doctor`. They change nothing, except that they may create the state directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import apsw
 
 from gpu_worker_pool._version import __version__
 from gpu_worker_pool.cli.checking.findings import Finding
-from gpu_worker_pool.cli.checking.server_checks import look_at_servers
+from gpu_worker_pool.cli.checking.server_checks import check_servers
 from gpu_worker_pool.cli.checking.settings_list import all_settings
 from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local, local_backend
 from gpu_worker_pool.cli.keys import allows_insecure_key
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.hardware.readers import Reader
     from gpu_worker_pool.hardware.samples import DriverAnswer
 
-#: A driver that takes longer hangs.
+#: A driver that takes longer is reported as hanging.
 DRIVER_SECONDS: Final = 10.0
 LEDGER_SECONDS: Final = 5.0
 LITTLE_SPACE_MB: Final = 50
@@ -47,13 +47,13 @@ def diagnose(given: Sequence[str]) -> list[Finding]:
     try:
         endpoints = chosen_endpoints(given)
     except ValueError as error:
-        findings.append(Finding("wrong", "endpoints", str(error), "name URLs such as http://gpu-1:8000, or local://"))
+        findings.append(Finding("wrong", "endpoints", str(error), "use a URL such as http://gpu-1:8000, or local://"))
         endpoints = ()
-    # Whoever uses only servers elsewhere needs no driver here.
+    # With remote servers only, this host needs no driver.
     is_local_needed = any(is_local(endpoint) or is_loopback_url(endpoint.url) for endpoint in endpoints)
     findings += _hardware(is_needed=is_local_needed)
     findings += _state_directory()
-    findings += asyncio.run(look_at_servers(endpoints))
+    findings += asyncio.run(check_servers(endpoints))
     findings += _keys(endpoints)
     findings += _settings()
     return findings
@@ -87,7 +87,9 @@ def _hardware(*, is_needed: bool) -> Iterator[Finding]:
         yield Finding("wrong", "driver", str(error), "unset GPU_BACKEND")
         return
     if backend.startswith("simulated"):
-        yield Finding("warning", "driver", f"GPU_BACKEND={backend}: the GPUs are pretended", "unset it for real ones")
+        yield Finding(
+            "warning", "driver", f"GPU_BACKEND={backend}: the GPUs are simulated", "unset GPU_BACKEND for real ones"
+        )
     else:
         yield from _ways_to_read(bad)
     answer = read_gpus(backend)
@@ -108,7 +110,7 @@ def _hardware(*, is_needed: bool) -> Iterator[Finding]:
 
 
 def _ways_to_read(bad: Literal["warning", "wrong"]) -> Iterator[Finding]:
-    """Either of them will do."""
+    """One of the two is enough."""
     found = shutil.which("nvidia-smi")
     answer = read_gpus("nvml")
     nvml = str(answer) if isinstance(answer, DriverError) else None
@@ -119,13 +121,13 @@ def _ways_to_read(bad: Literal["warning", "wrong"]) -> Iterator[Finding]:
     if found:
         yield Finding("ok", "nvidia-smi", found)
     elif nvml is None:
-        yield Finding("ok", "nvidia-smi", "not found, and not needed")
+        yield Finding("ok", "nvidia-smi", "not found, but not needed")
 
 
 def read_gpus(
     backend: str, make: Callable[[str, Callable[[], float]], Reader] = make_reader
 ) -> DriverAnswer | DriverError:
-    """In a thread that is left behind if the driver hangs."""
+    """In a thread, which is abandoned if the driver hangs."""
     answers: list[DriverAnswer | DriverError] = []
 
     def read() -> None:
@@ -160,9 +162,7 @@ def _visible(answer: DriverAnswer) -> Iterator[Finding]:
         visibility = VisibilityFilter(value).apply(answer.gpus)
         shown = ", ".join(str(gpu.index) for gpu in visibility.gpus) or "none"
         if not visibility.is_filtering and visibility.gpus:
-            yield Finding(
-                "wrong", "visible devices", f"CUDA_VISIBLE_DEVICES={value!r} names none of the GPUs", "unset it"
-            )
+            yield Finding("wrong", "visible devices", f"CUDA_VISIBLE_DEVICES={value!r} matches no GPU", "unset it")
         elif not visibility.gpus:
             yield Finding("wrong", "visible devices", f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU", "unset it")
         else:
@@ -172,12 +172,12 @@ def _visible(answer: DriverAnswer) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "visible devices",
-            "CUDA may number GPUs otherwise than the driver does",
+            "CUDA may number the GPUs in a different order than the driver",
             "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
 
 
-# --- where programs of this host meet ---
+# --- the state directory and the ledger ---
 
 
 def _state_directory() -> Iterator[Finding]:
@@ -189,14 +189,22 @@ def _state_directory() -> Iterator[Finding]:
     if is_private(directory):
         yield Finding("warning", "state directory", privacy_warning(directory))
     elif not os.access(directory, os.W_OK):
-        yield Finding("wrong", "state directory", f"{directory} cannot be written", "chmod it, or choose another")
+        yield Finding(
+            "wrong",
+            "state directory",
+            f"{directory} is not writable",
+            "chmod it, or set GPU_POOL_STATE_DIR",
+        )
         return
     else:
         yield Finding("ok", "state directory", str(directory))
     free_mb = shutil.disk_usage(directory).free / 1e6
     if free_mb < LITTLE_SPACE_MB:
         yield Finding(
-            "wrong", "disk", f"{free_mb:.0f} MB are left for {directory}", "make room: nothing can be granted"
+            "wrong",
+            "disk",
+            f"only {free_mb:.0f} MB free for {directory}",
+            "free some: a full disk stops all grants",
         )
     yield asyncio.run(_ledger(directory))
 
@@ -205,7 +213,7 @@ async def _ledger(directory: Path) -> Finding:
     try:
         ledger = open_host_ledger(local_backend(), PoolSettings(), lambda _: None, state_dir=str(directory))
     except ValueError:
-        return Finding("warning", "ledger", "not looked at, as GPU_BACKEND cannot be used")
+        return Finding("warning", "ledger", "not checked, because GPU_BACKEND is not valid")
     except (LedgerUnavailableError, OSError) as error:
         return Finding("wrong", "ledger", str(error))
     try:
@@ -227,9 +235,14 @@ def _keys(endpoints: Sequence[EndpointConfig]) -> Iterator[Finding]:
     key = MultiEndpointConfigurationManager().get_api_key()
     elsewhere = [endpoint for endpoint in endpoints if not is_loopback_url(endpoint.url)]
     if key is None and not elsewhere:
-        yield Finding("ok", "keys", "none are needed on this host")
+        yield Finding("ok", "keys", "not needed on this host")
     elif key is None:
-        yield Finding("warning", "keys", "no GPU_POOL_API_KEY for servers elsewhere", "export GPU_POOL_API_KEY=…")
+        yield Finding(
+            "warning",
+            "keys",
+            "servers on other hosts need GPU_POOL_API_KEY",
+            "export GPU_POOL_API_KEY=…",
+        )
     else:
         yield Finding("ok", "keys", "GPU_POOL_API_KEY is set")
     for endpoint in elsewhere:
@@ -237,8 +250,8 @@ def _keys(endpoints: Sequence[EndpointConfig]) -> Iterator[Finding]:
             yield Finding(
                 "wrong",
                 endpoint.endpoint_id,
-                "a key is not sent over plain http, where others can read it",
-                "use https://, or, in a network you trust, set GPU_POOL_ALLOW_INSECURE_KEY=1",
+                "keys are not sent over plain http, where others can read them",
+                "use https://, or export GPU_POOL_ALLOW_INSECURE_KEY=1 in a network you trust",
             )
 
 
@@ -247,4 +260,4 @@ def _settings() -> Iterator[Finding]:
     for setting in bad:
         yield Finding("wrong", setting.name, setting.problem or "", "gpu-pool config lists all settings")
     if not bad:
-        yield Finding("ok", "settings", "nothing is wrong with them")
+        yield Finding("ok", "settings", "all are valid")

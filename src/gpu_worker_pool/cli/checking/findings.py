@@ -1,4 +1,4 @@
-"""What a doctor finds."""
+"""One result of `gpu-pool doctor`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ class Finding(NamedTuple):
     status: Literal["ok", "warning", "wrong"]
     check: str
     what: str
-    #: What to do.
+    #: What to do about it.
     advice: str = ""
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         return f"{self.what} -> {self.advice}" if self.advice else self.what

@@ -1,4 +1,4 @@
-"""GPU servers, as a doctor looks at them: do they answer, are they well, do they give leases, is their clock right."""
+"""The checks of `gpu-pool doctor` for servers: whether they answer, their health, leases and clock."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from gpu_worker_pool.config import EndpointConfig
 
 ENDPOINT_SECONDS: Final = 5.0
-#: A clock that is further off makes times in logs hard to compare; leases do not depend on it.
+#: A larger difference makes log times hard to compare; leases do not depend on it.
 CLOCK_SECONDS: Final = 5.0
 
 
-async def look_at_servers(endpoints: Sequence[EndpointConfig]) -> list[Finding]:
+async def check_servers(endpoints: Sequence[EndpointConfig]) -> list[Finding]:
     servers = [endpoint for endpoint in endpoints if not is_local(endpoint)]
     if not servers:
         return [Finding("ok", "endpoints", "local://: this host without a server")]
@@ -46,11 +46,11 @@ async def _server(session: aiohttp.ClientSession, endpoint: EndpointConfig) -> l
         took_seconds = time.time() - sent_at
         health = await client.health()
     except GPUWorkerPoolError as error:
-        return [Finding("wrong", name, str(error), f"on that host: gpu-pool serve; from here: curl {endpoint.url}/")]
+        return [Finding("wrong", name, str(error), f"on that host: gpu-pool serve; test: curl {endpoint.url}/")]
     findings = [_health_of(name, health)]
     if "leases" not in (home.features or ()):
         advice = "update it" if is_loopback_url(endpoint.url) else "set GPU_POOL_API_KEYS there, GPU_POOL_API_KEY here"
-        findings.append(Finding("wrong", name, "it gives no leases to this host", advice))
+        findings.append(Finding("wrong", name, "it grants no leases to this host", advice))
     findings += _clock(name, home.date, sent_at, took_seconds)
     return findings
 
@@ -68,14 +68,14 @@ def _clock(name: str, date: str | None, sent_at: float, took_seconds: float) -> 
         there = parsedate_to_datetime(date or "").timestamp()
     except (TypeError, ValueError):
         return
-    # It tells whole seconds, of some moment while we waited.
+    # It is in whole seconds, from some moment while we waited.
     off_seconds = there + 0.5 - (sent_at + took_seconds / 2)
     if abs(off_seconds) > CLOCK_SECONDS + took_seconds:
         yield Finding(
             "warning",
             f"{name}, clock",
-            f"{abs(off_seconds):.0f} s {'ahead of' if off_seconds > 0 else 'behind'} this host's",
-            "set both by NTP; leases do not depend on it, the times in logs do",
+            f"{abs(off_seconds):.0f} s {'ahead of' if off_seconds > 0 else 'behind'} this host's clock",
+            "synchronise both with NTP; this affects log times, not leases",
         )
     else:
-        yield Finding("ok", f"{name}, clock", "agrees with this host's")
+        yield Finding("ok", f"{name}, clock", "matches this host's clock")

@@ -1,4 +1,4 @@
-"""Every setting of the package: what it is, where that came from, and what is wrong with it. Secrets are not shown."""
+"""Lists every setting with its value, where it came from, and any problem. Secrets are not shown."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gpu_worker_pool.gpu_server.settings import ServerSettings, read_environment
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-#: Of which nothing is shown but that they are there.
+#: Shown only as set or not set.
 SECRETS: Final = frozenset({"GPU_POOL_API_KEY", "GPU_POOL_API_KEYS", "GPU_POOL_ADMIN_KEY", "GPU_POOL_ADMIN_KEYS"})
-#: What a program finds in its environment, or what is for developers: no settings, but known.
+#: Known variables that are not settings.
 _KNOWN_OTHERS: Final = ("GPU_POOL_LEASE_ID", "GPU_POOL_DEBUG")
-#: Of the server's, those that count without one, too.
+#: Server settings that `local://` uses too.
 _WITHOUT_SERVER: Final = frozenset({"GPU_BACKEND", "GPU_POOL_STATE_DIR"})
 _ENDPOINTS: Final = ("GPU_STATS_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINT")
 
@@ -27,11 +27,11 @@ _ENDPOINTS: Final = ("GPU_STATS_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINTS", "GP
 @dataclass(frozen=True)
 class Setting:
     name: str
-    #: As it is used; of a secret, whether there is one.
+    #: The value in use; for a secret, whether it is set.
     value: str
     #: `environment`, `.env` or `default`.
     source: str
-    #: `client`, `command line`, `server`, or `server and local://`; `nobody` where there is no such setting.
+    #: `client`, `command line`, `server`, or `server and local://`; `nobody` for an unknown name.
     used_by: str
     problem: str | None = None
 
@@ -102,7 +102,7 @@ def _server_settings() -> Iterator[Setting]:
             yield Setting(".env", "", ".env", "server", problem)
 
 
-# --- what may be meant by what nobody knows ---
+# --- unknown variables ---
 
 
 def _unknown(known: set[str]) -> Iterator[Setting]:
@@ -112,10 +112,10 @@ def _unknown(known: set[str]) -> Iterator[Setting]:
         close = get_close_matches(name, known, n=1, cutoff=0.85)
         if close or name.startswith("GPU_POOL_"):
             hint = f"; did you mean {close[0]}?" if close else ""
-            yield Setting(name, "not shown", "environment", "nobody", f"there is no such setting{hint}")
+            yield Setting(name, "not shown", "environment", "nobody", f"unknown setting{hint}")
 
 
-# --- telling ---
+# --- helpers ---
 
 
 def _source(name: str, with_file: Mapping[str, str]) -> str:

@@ -1,1 +1,1 @@
-"""One file a command. They are imported when they are called: `gpu-pool --help` waits for none of them."""
+"""One file per command, imported only when the command is called."""

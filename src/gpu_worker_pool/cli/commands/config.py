@@ -1,4 +1,4 @@
-"""`gpu-pool config`: every setting, its value, where it came from, and what is wrong with it."""
+"""`gpu-pool config` shows every setting, where it came from, and any problem."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gpu_worker_pool.cli.options import json_option
 \b
 Examples:
   gpu-pool config
-  gpu-pool config --changed            only what somebody has set
+  gpu-pool config --changed            only what differs from the default
   gpu-pool config --json | jq '.settings[] | select(.problem)'
 """,
 )
-@click.option("--changed", is_flag=True, help="Only those that are not at their default.")
+@click.option("--changed", is_flag=True, help="Only settings that are not at their default.")
 @json_option
 def config(*, changed: bool, as_json: bool) -> int:
-    """Show every setting: its value, where it came from, who uses it, and what is wrong with it.
+    """Show every setting: its value, where it came from, what uses it, and any problem.
 
-    Keys are never shown. The exit status is 1 if something is wrong.
+    Keys are never shown. The exit status is 1 if there is a problem.
     """
     from gpu_worker_pool.cli.checking.settings_list import all_settings
     from gpu_worker_pool.cli.output import print_json

@@ -1,4 +1,4 @@
-"""`gpu-pool demo`: a dozen workers share a few GPUs, and one of them is killed."""
+"""`gpu-pool demo` shows a dozen workers that share a few GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpu-pool doctor`: what this host needs, what is wrong, and what to do."""
+"""`gpu-pool doctor` checks this host and its endpoints, and says how to fix problems."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option
 
 
 @click.command(
-    short_help="Check what this host needs, and say what to do.",
+    short_help="Check this host and its endpoints, and say how to fix problems.",
     epilog="""\
 \b
 Examples:
@@ -22,7 +22,7 @@ Examples:
 def doctor(*, as_json: bool, endpoints: tuple[str, ...]) -> int:
     """Check the driver, NVML, visible devices, endpoints, versions, clocks, the state directory, keys and settings.
 
-    Changes nothing. The exit status is 1 if something is wrong.
+    Changes nothing. The exit status is 1 if there is a problem.
     """
     from gpu_worker_pool.cli.checking.diagnosis import diagnose
     from gpu_worker_pool.cli.output import print_json
@@ -33,7 +33,7 @@ def doctor(*, as_json: bool, endpoints: tuple[str, ...]) -> int:
     if as_json:
         print_json({"ok": is_well, "checks": [finding._asdict() for finding in findings]})
     else:
-        print_table(("", "check", "what"), [[each.status, each.check, each.told] for each in findings])
+        print_table(("", "check", "what"), [[each.status, each.check, each.text] for each in findings])
         wrong = sum(finding.status == "wrong" for finding in findings)
-        print_line("all is well" if is_well else f"{wrong} thing{'s' if wrong > 1 else ''} wrong: see above what to do")
+        print_line("all is well" if is_well else f"{wrong} problem{'s' if wrong > 1 else ''}: see above")
     return 0 if is_well else 1

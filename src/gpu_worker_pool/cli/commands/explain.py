@@ -1,4 +1,4 @@
-"""`gpu-pool explain`: GPU by GPU, why a request waits or would wait."""
+"""`gpu-pool explain` says GPU by GPU why a request waits or would wait."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from gpu_worker_pool.cli.options import endpoint_option, json_option, wish_options
+from gpu_worker_pool.cli.options import endpoint_option, json_option, requirements_options
 
 
 @click.command(
@@ -16,19 +16,19 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option, wish_optio
 Examples:
   gpu-pool explain
   gpu-pool explain -n 2 --model A100
-  gpu-pool explain --request 5f3a…          one that waits; gpu-pool queue shows the ids
+  gpu-pool explain --request 5f3a…          a waiting request; gpu-pool queue shows the ids
 """,
 )
-@wish_options
-@click.option("--request", "request_id", metavar="ID", help="Explain one that waits, instead of wishes.")
+@requirements_options
+@click.option("--request", "request_id", metavar="ID", help="Explain this waiting request instead of a new one.")
 @json_option
 @endpoint_option
 def explain(
     *, requirement_options: dict[str, Any], request_id: str | None, as_json: bool, endpoints: tuple[str, ...]
 ) -> None:
-    """Say for every GPU what keeps it from you: as somebody who asked now would be told.
+    """Say for every GPU why it would not be granted now.
 
-    Asks for nothing, and takes nobody's place.
+    This makes no request and takes no place in the queue.
     """
     from gpu_worker_pool.cli.output import print_json
     from gpu_worker_pool.cli.views.explanation import explanations, print_explanations

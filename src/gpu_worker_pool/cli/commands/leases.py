@@ -1,4 +1,4 @@
-"""`gpu-pool leases`: who holds what, and since when."""
+"""`gpu-pool leases` lists who holds which GPU, and since when."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option
 
 
 @click.command(
-    short_help="List who holds what, and since when.",
+    short_help="List leases: who holds which GPU, and since when.",
     epilog="""\
 \b
 Examples:
@@ -19,7 +19,7 @@ Examples:
 @json_option
 @endpoint_option
 def leases(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
-    """List all leases: who holds which GPU, since when, how much memory was promised and how much is used."""
+    """List all leases: who holds which GPU, since when, how much memory is reserved and how much is used."""
     from gpu_worker_pool.cli.views.cells import LEASE_COLUMNS, lease_cells
     from gpu_worker_pool.cli.views.lists import print_list
 
@@ -30,5 +30,5 @@ def leases(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
         LEASE_COLUMNS,
         lease_cells,
         as_json=as_json,
-        nothing="nobody holds a GPU",
+        nothing="no leases",
     )

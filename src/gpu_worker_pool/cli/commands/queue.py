@@ -1,4 +1,4 @@
-"""`gpu-pool queue`: who waits, in order, and why."""
+"""`gpu-pool queue` lists the waiting requests, in order, with the reasons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option
 
 
 @click.command(
-    short_help="List who waits, in order, and why.",
+    short_help="List waiting requests in order, with the reasons.",
     epilog="""\
 \b
 Examples:
@@ -19,7 +19,7 @@ Examples:
 @json_option
 @endpoint_option
 def queue(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
-    """List those who wait for a GPU, in the order in which they will be served, and what each waits for."""
+    """List the waiting requests in the order in which they will be served, and what each waits for."""
     from gpu_worker_pool.cli.views.cells import QUEUE_COLUMNS, queue_cells
     from gpu_worker_pool.cli.views.lists import print_list
 
@@ -30,5 +30,5 @@ def queue(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
         QUEUE_COLUMNS,
         queue_cells,
         as_json=as_json,
-        nothing="nobody waits",
+        nothing="no waiting requests",
     )

@@ -1,4 +1,4 @@
-"""`gpu-pool release`: end a lease, or take a request out of the queue."""
+"""`gpu-pool release` ends a lease, or takes a request out of the queue."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Examples:
   GPU_POOL_ADMIN_KEY=… gpu-pool release lease-12 -e https://gpu-1.example.org
 
 \b
-Whoever holds the lease goes on running and is told that it was lost; gpu-pool run --on-lost
-terminate ends the command then. To end somebody's command, end it: its GPU comes back by itself.
+The holder keeps running and is informed that its lease is lost; gpu-pool run --on-lost terminate
+ends the command then. When a command ends, its GPU is released by itself.
 """,
 )
 @click.argument("identifiers", metavar="ID...", nargs=-1, required=True)
@@ -26,7 +26,7 @@ terminate ends the command then. To end somebody's command, end it: its GPU come
 def release(*, identifiers: tuple[str, ...], as_json: bool, endpoints: tuple[str, ...]) -> int:
     """End leases, or take requests out of the queue; gpu-pool leases and gpu-pool queue show their ids.
 
-    Your own; as root, or with an administrator's key in GPU_POOL_ADMIN_KEY, anybody's, and quarantines too.
+    You can release your own; root, or an administrator's key in GPU_POOL_ADMIN_KEY, all of them and quarantines.
     """
     from gpu_worker_pool.cli.output import print_json
     from gpu_worker_pool.cli.printable import printable

@@ -1,4 +1,4 @@
-"""`gpu-pool run`: wait for a GPU, run a command on it, give it back."""
+"""`gpu-pool run` waits for a GPU, runs a command on it, and releases it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpu_worker_pool.cli.options import endpoint_option, lease_options, wish_options
+from gpu_worker_pool.cli.options import endpoint_option, lease_options, requirements_options
 from gpu_worker_pool.cli.running.command import CommandOnGPU, check_command
 from gpu_worker_pool.cli.running.environment import lease_variables
 from gpu_worker_pool.cli.running.front import InterruptedBySignal, end_like
@@ -18,11 +18,11 @@ from gpu_worker_pool.cli.running.progress import Progress
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from gpu_worker_pool.cli.running.lease_spec import Patience
+    from gpu_worker_pool.cli.running.lease_spec import WaitLimit
 
 
 def _complete_command(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """As the shell would: a program first, then files."""
+    """Like a shell: a program first, then files."""
     from click.shell_completion import CompletionItem
 
     if context.params.get("command") or "/" in incomplete:
@@ -35,8 +35,8 @@ def _complete_command(context: click.Context, _: click.Parameter, incomplete: st
 
 
 @click.command(
-    short_help="Wait for a GPU, run a command on it, give it back.",
-    # Options behind the command are the command's own.
+    short_help="Wait for a GPU, run a command on it, release it.",
+    # Options behind the command belong to the command.
     context_settings={"allow_interspersed_args": False},
     epilog="""\
 \b
@@ -49,22 +49,22 @@ Examples:
 
 \b
 Exit status: the command's own, 128+N if signal N killed it, 126 or 127 if it cannot be run;
-65 if the wish can never be granted, 69 if no endpoint answered, 75 if nothing is free now
+65 if the request can never be granted, 69 if no endpoint answered, 75 if nothing is free now
 (--no-wait), 124 if it was not granted in time (--timeout).
 """,
 )
-@wish_options
+@requirements_options
 @lease_options
-@click.option("--uuids", is_flag=True, help="Name GPUs by UUID instead of by number in CUDA_VISIBLE_DEVICES.")
+@click.option("--uuids", is_flag=True, help="Name GPUs by UUID instead of by index in CUDA_VISIBLE_DEVICES.")
 @click.option(
     "--on-lost",
     type=click.Choice(["warn", "terminate"]),
     default="warn",
     show_default=True,
-    help="What becomes of the command if its lease is lost.",
+    help="What to do with the command if its lease is lost.",
 )
-@click.option("--explain", "with_reasons", is_flag=True, help="While waiting, say GPU by GPU why.")
-@click.option("-q", "--quiet", is_flag=True, help="Say nothing while waiting.")
+@click.option("--explain", "with_reasons", is_flag=True, help="While waiting, print the reason for every GPU.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing while waiting.")
 @endpoint_option
 @click.argument(
     "command",
@@ -77,7 +77,7 @@ Exit status: the command's own, 128+N if signal N killed it, 126 or 127 if it ca
 def run(
     *,
     requirement_options: dict[str, Any],
-    patience: Patience,
+    wait_limit: WaitLimit,
     label: str | None,
     ttl: float | None,
     uuids: bool,
@@ -87,20 +87,20 @@ def run(
     endpoints: tuple[str, ...],
     command: tuple[str, ...],
 ) -> int:
-    """Wait until a GPU is really free, run COMMAND on it, and give it back.
+    """Wait until a GPU is really free, run COMMAND on it, and release it.
 
-    COMMAND sees the GPU, and no other, by CUDA_VISIBLE_DEVICES. Nobody else who asks gets it until COMMAND has
-    ended. While waiting, the place in the queue and the reason are told on stderr.
+    CUDA_VISIBLE_DEVICES shows COMMAND this GPU and no other. No other request gets the GPU until COMMAND has ended.
+    While it waits, the place in the queue and the reason are printed on stderr.
     """
     check_command(command)
-    asked = LeaseSpec(requirement_options, patience, endpoints, worker_name(command[0]), label, ttl)
+    spec = LeaseSpec(requirement_options, wait_limit, endpoints, worker_name(command[0]), label, ttl)
 
     def environment(granted: dict[str, Any]) -> dict[str, str]:
         return os.environ | lease_variables(granted, by_uuid=uuids)
 
     on_gpu = CommandOnGPU(
         command,
-        asked,
+        spec,
         Progress(is_wanted=not quiet, with_reasons=with_reasons),
         environment,
         terminates_when_lost=on_lost == "terminate",

@@ -1,4 +1,4 @@
-"""`gpu-pool status`: GPUs, who holds them and who waits, once."""
+"""`gpu-pool status` shows GPUs, who holds them and who waits."""
 
 from __future__ import annotations
 

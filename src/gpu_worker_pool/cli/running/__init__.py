@@ -1,1 +1,1 @@
-"""`run` and `wait`: a process that asks for a GPU and keeps it, and one that hears signals and runs the command."""
+"""`run` and `wait`: the front process, which runs the command, and the lease process, which holds the lease."""

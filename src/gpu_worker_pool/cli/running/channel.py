@@ -1,4 +1,4 @@
-"""Messages between `gpu-pool` and the process that keeps its lease: one JSON object each, whole or not at all."""
+"""The messages between the front process and the lease process: one JSON object each."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import socket
 from typing import Any
 
-#: Far more than any message has.
+#: Far more than any message needs.
 _LARGEST_BYTES = 1 << 17
 
 
 class Channel:
-    """One end. The end of the process at the other one is the end of the messages."""
+    """One end of the connection; it closes when the process at the other end exits."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -21,7 +21,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, kind: str, **message: Any) -> bool:
-        """Whether it was sent; not, if nobody is there any more."""
+        """False if the other process is gone."""
         try:
             self._socket.send(json.dumps({"kind": kind, **message}).encode())
         except OSError:
@@ -29,7 +29,7 @@ class Channel:
         return True
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """What has come; None when no more will."""
+        """All messages that have arrived; None after the last one."""
         messages: list[dict[str, Any]] = []
         while True:
             try:
@@ -41,7 +41,7 @@ class Channel:
             messages.append(message)
 
     def receive_one(self) -> dict[str, Any] | None:
-        """The first of them; a `BlockingIOError` if there is none yet."""
+        """Raises a `BlockingIOError` if none has arrived yet."""
         try:
             read = self._socket.recv(_LARGEST_BYTES)
         except BlockingIOError:

@@ -1,8 +1,8 @@
-"""A command on its GPU: started when the GPU is there, sent every signal that `gpu-pool` gets, once, and waited for.
+"""The front process of `gpu-pool run`: starts the command on its GPU, forwards signals to it, and waits for it.
 
-It stays in the process group of `gpu-pool`, so that whatever a terminal or a shell does to that group (Ctrl-C, Ctrl-Z,
-fg, bg, a hangup) happens to it as if it had been started alone. Such a signal is not passed on, or it would come twice.
-Which ones those are the kernel tells, or the keeper, which is in the group as well: what it got too was sent to all.
+The command stays in the process group of `gpu-pool`, so that job control (Ctrl-C, Ctrl-Z, fg, bg, a hangup) works as if
+it had been started alone. A signal that the whole group got must not be forwarded, or the command would get it twice.
+The kernel says whether the whole group got it, or the lease process does, which is in the group too.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
     from gpu_worker_pool.cli.running.progress import Progress
 
-#: `timeout` sends to us first, and then to our whole group: so long it has between the two.
+#: `timeout` signals us first and then our whole group: the longest time between the two.
 GROUP_SECONDS: Final = 0.05
-#: A keeper that has not said by then which signals it got is stopped itself, and is not waited for.
-KEEPER_SECONDS: Final = 5.0
-#: So long a command has to end after it was told to, because its lease was lost.
+#: Longest wait for the lease process to say which signals it got: it may be stopped itself.
+ANSWER_SECONDS: Final = 5.0
+#: Time between SIGTERM and SIGKILL after the lease was lost.
 TERMINATE_SECONDS: Final = 30.0
-#: So long what a command left behind has to end, after the command itself was ended by a signal.
+#: Time for orphans of the command to end, after a signal ended the command.
 ORPHANS_SECONDS: Final = 5.0
 
 
@@ -47,33 +47,33 @@ class _Pending(NamedTuple):
 
 
 class CommandOnGPU(Front):
-    """`environment` makes that of the command from what was granted."""
+    """`environment` makes the environment of the command from the `granted` message."""
 
     def __init__(
         self,
         command: Sequence[str],
-        asked: LeaseSpec,
+        spec: LeaseSpec,
         progress: Progress,
         environment: Callable[[dict[str, Any]], Mapping[str, str]],
         *,
         terminates_when_lost: bool = False,
     ) -> None:
-        super().__init__(asked, progress)
+        super().__init__(spec, progress)
         self._command = list(command)
         self._environment = environment
         self._terminates_when_lost = terminates_when_lost
         self._child: int | None = None
         self._wait_status: int | None = None
-        #: Signals of which it is not known yet whether the whole group got them, and those of which the keeper told.
+        #: Signals that may have gone to the whole group, and those that the lease process got too.
         self._pending: list[_Pending] = []
-        self._told: list[tuple[int, int, float]] = []
-        #: How often the keeper was asked for its signals and has not answered yet.
+        self._group_signals: list[tuple[int, int, float]] = []
+        #: Number of unanswered questions to the lease process about its signals.
         self._questions = 0
         self._is_interrupted = False
-        #: The last that told the command to end.
+        #: The last ending signal that the command got.
         self._ending: int | None = None
         self._kill_at: float | None = None
-        #: The command was told to end, since its GPU may be somebody else's.
+        #: We terminated the command because its lease was lost.
         self._is_lost = False
 
     def run(self) -> int:
@@ -85,7 +85,7 @@ class CommandOnGPU(Front):
             self._start(self._environment(granted))
         except BaseException:
             self.lease_process.send("done", is_clean=True)
-            self.until_keeper_is_gone()
+            self.until_lease_process_is_gone()
             raise
         while self._wait_status is None:
             self.turn(self._seconds_to_deadline())
@@ -111,7 +111,7 @@ class CommandOnGPU(Front):
     def _become_the_command(self, environment: Mapping[str, str], parent: int, write_end: int) -> None:
         number = errno.EINVAL
         try:
-            # If we are killed, nobody keeps the lease for it any more.
+            # If we are killed, its lease ends too.
             die_with_parent(signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(KILLED + signal.SIGKILL)
@@ -132,7 +132,7 @@ class CommandOnGPU(Front):
             case "signals":
                 self._questions -= 1
                 until = time.monotonic() + 2 * GROUP_SECONDS
-                self._told += [(number, pid, until) for number, pid in message["got"]]
+                self._group_signals += [(number, pid, until) for number, pid in message["got"]]
             case "told":
                 self.progress.say(message["text"])
             case "lost":
@@ -142,35 +142,35 @@ class CommandOnGPU(Front):
             case _:
                 super().on_message(message)
 
-    def on_keeper_gone(self) -> None:
+    def on_lease_process_gone(self) -> None:
         if self._child is None:
-            super().on_keeper_gone()
+            super().on_lease_process_gone()
         self._questions = 0
-        self._lost("the process that kept the lease has ended")
+        self._lost("the lease process has ended")
 
     def on_signal(self, info: SignalInfo) -> None:
         if self._child is None:
             super().on_signal(info)
             return
-        # Also where its answer is not needed: a signal that it still has is not told apart from the next of its kind.
+        # Also if the answer is not needed: an old signal must not be taken for the next one of its kind.
         self._questions += self.lease_process.send("signals")
         if info.number == signal.SIGCONT:
-            self._send(info.number)  # twice does no harm
+            self._send(info.number)  # twice is harmless
         elif info.is_from_kernel:
             self._from_terminal(info)
         else:
             self._pending.append(_Pending(info, time.monotonic() + GROUP_SECONDS))
 
     def _from_terminal(self, info: SignalInfo) -> None:
-        """The whole group has got it; but for a hangup, which the kernel tells the leader of a session alone."""
+        """The whole group got it, except a hangup, which the kernel sends only to the session leader."""
         if info.number == signal.SIGHUP and os.getsid(0) == os.getpid():
             self._send(info.number)
         self._act_on(info)
 
     def _pass_on_what_is_due(self) -> None:
         now = time.monotonic()
-        for told in self._told:
-            # All of them: `timeout` sends it to us first, and then to the group, of which the command is one.
+        for told in self._group_signals:
+            # All of them: `timeout` sends it to us first, then to the group, which includes the command.
             for pending in [each for each in self._pending if (each.info.number, each.info.pid) == told[:2]]:
                 self._pending.remove(pending)
                 self._act_on(pending.info)
@@ -178,17 +178,17 @@ class CommandOnGPU(Front):
             self._pending.remove(pending)
             self._send(pending.info.number)
             self._act_on(pending.info)
-        self._told = [told for told in self._told if now < told[2]]
+        self._group_signals = [told for told in self._group_signals if now < told[2]]
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self._send(signal.SIGKILL)
 
     def _passed_on_at(self, pending: _Pending) -> float:
-        """However late the keeper is, it is heard first."""
-        return pending.until + KEEPER_SECONDS if self._questions else pending.until
+        """Wait for the lease process to answer first, even if it is late."""
+        return pending.until + ANSWER_SECONDS if self._questions else pending.until
 
     def _act_on(self, info: SignalInfo) -> None:
-        """What the command was told concerns us, too."""
+        """React ourselves to a signal that the command got."""
         self._note(info)
         if info.number == signal.SIGTSTP:
             self.stop_myself()
@@ -217,22 +217,22 @@ class CommandOnGPU(Front):
             self._kill_at = time.monotonic() + TERMINATE_SECONDS
             self._send(signal.SIGTERM)
         else:
-            self.progress.say(f"the lease is lost: {text}; the command goes on, and others may get its GPU")
+            self.progress.say(f"the lease is lost: {text}; the command keeps running; another may get its GPU")
 
     def on_child_ended(self, pid: int, wait_status: int) -> None:
         if pid == self._child:
             self._wait_status = wait_status
 
     def on_child_stopped(self, pid: int) -> None:
-        """As `suspend` does in a shell: whoever started us must get its terminal back, and `fg` lets both go on."""
+        """Stop with it, as `suspend` does in a shell: our parent gets its terminal back, and `fg` continues both."""
         if pid != self._child:
             return
         try:
             terminal = os.open("/dev/tty", os.O_RDWR)
-        except OSError:  # nobody is there who could let us go on
+        except OSError:  # without a terminal we could not be continued
             return
         with os.fdopen(terminal), suppress(OSError):
-            # A shell that is the command has a group of its own.
+            # If the command is a shell, it has its own process group.
             theirs = os.getpgid(pid)
             if os.tcgetpgrp(terminal) not in (theirs, os.getpgrp()):
                 return
@@ -246,16 +246,14 @@ class CommandOnGPU(Front):
 
     def _finish(self, code: int) -> int:
         left = self._left_behind()
-        # One that it survived has nothing to do with its end.
+        # A signal that it survived did not end it.
         if left and self._ending is not None and (code < 0 or code == KILLED + self._ending or self._is_lost):
             left = self._end_orphans(self._ending)
         if left:
             shown = ", ".join(map(str, left[:5])) + ("…" if len(left) > 5 else "")
-            self.progress.say(
-                f"the command has left processes behind ({shown}): its GPU is not handed on while they are on it"
-            )
+            self.progress.say(f"the command left processes running ({shown}): its GPU stays reserved while they use it")
         self.lease_process.send("done", is_clean=not left)
-        self.until_keeper_is_gone()
+        self.until_lease_process_is_gone()
         if code == -signal.SIGINT and self._is_interrupted:
             return die_of_interrupt()
         return KILLED - code if code < 0 else code
@@ -267,7 +265,7 @@ class CommandOnGPU(Front):
         return [pid for pid in descendants(os.getpid()) if pid not in lease_processes]
 
     def _end_orphans(self, number: int) -> list[int]:
-        """They are told what the command was told, which did not pass it on to them."""
+        """Send them the signal that the command got and did not forward."""
         for pid in self._left_behind():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
@@ -278,7 +276,7 @@ class CommandOnGPU(Front):
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Before anybody waits for hours: whether there is such a program at all."""
+    """Fail before a long wait if the program does not exist."""
     name = command[0]
     if shutil.which(name) is not None:
         return
@@ -290,21 +288,21 @@ def check_command(command: Sequence[str]) -> None:
 def cannot_run(name: str, number: int) -> CommandError:
     if number in (errno.ENOENT, errno.ENOTDIR) and not os.path.lexists(name):
         hint = "" if "/" in name else "; is it in PATH?"
-        return CommandError(f"there is no program {name!r}{hint}", Status.NOT_FOUND)
+        return CommandError(f"program {name!r} not found{hint}", Status.NOT_FOUND)
     reason = os.strerror(number).lower()
     if number == errno.ENOENT and (interpreter := _interpreter_of(name)):
-        reason = f"its first line names {interpreter!r}, which is not there"
+        reason = f"its first line names {interpreter!r}, which does not exist"
     if number == errno.ENOEXEC:
         reason += "; a script must begin with a line such as #!/bin/sh"
     elif number == errno.EACCES and Path(name).is_dir():
         reason = "it is a directory"
     elif number == errno.EACCES:
-        reason += "; chmod +x makes it a program"
+        reason += "; make it executable with chmod +x"
     return CommandError(f"{name!r} cannot be run: {reason}", Status.CANNOT_EXECUTE)
 
 
 def _interpreter_of(name: str) -> str | None:
-    """Of a script, as its first line has it."""
+    """The interpreter in the first line of a script."""
     try:
         with Path(shutil.which(name) or name).open("rb") as script:
             line = script.readline(200)

@@ -1,4 +1,4 @@
-"""The variables by which a program sees its GPUs and no others."""
+"""Makes the environment variables that show a program its GPUs and no others."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def lease_variables(granted: dict[str, Any], *, by_uuid: bool = False) -> dict[str, str]:
-    """Numbers, since UUIDs break some programs, with the order that makes them mean the same for CUDA as for us.
+    """By index, because UUIDs break some programs, and with the order in which CUDA numbers GPUs as we do.
 
-    A MIG device has no number of its own.
+    MIG devices have no index, so they are always named by UUID.
     """
     devices = visible_devices(granted, by_uuid=by_uuid)
     return {
@@ -31,7 +31,7 @@ def _name(gpu: dict[str, Any], *, by_uuid: bool) -> str:
 
 
 def shown_gpus(granted: dict[str, Any]) -> str:
-    """As people are told: `GPU 0`, `GPUs 0, 2`."""
+    """`GPU 0`, `GPUs 0, 2`."""
     gpus = granted["gpus"]
     numbers = ", ".join(str(number) for number in sorted(gpu["gpu_id"] for gpu in gpus))
     where = "" if granted["endpoint"] == "local" else f" of {granted['endpoint']}"

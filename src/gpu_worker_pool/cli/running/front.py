@@ -1,6 +1,6 @@
-"""`gpu-pool` itself while another process asks for the GPU: it hears signals and the keeper, and decides nothing else.
+"""The front process of `gpu-pool run` and `wait`: handles signals and messages while the lease process gets the GPU.
 
-One thread, no event loop: what is forked from here later must find nothing half done.
+One thread and no event loop, so that it can fork safely later.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
     from gpu_worker_pool.cli.running.progress import Progress
 
-#: These end whoever waits.
+#: Signals that end the wait.
 ENDING: Final = frozenset({signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM})
-#: So long the keeper may take to give back a GPU; a server that is away is not waited for.
-FAREWELL_SECONDS: Final = 6.0
-#: Whoever ends the waiting wants to be gone: the keeper gives up the place alone, if it takes longer.
-PLACE_FAREWELL_SECONDS: Final = 0.5
-LAST_MOMENT_SECONDS: Final = 0.3
+#: Time limit for the lease process to release the GPU: do not hang on a server that does not answer.
+RELEASE_SECONDS: Final = 6.0
+#: Time limit for cancelling the request; the lease process finishes alone if it takes longer.
+CANCEL_SECONDS: Final = 0.5
+EXIT_SECONDS: Final = 0.3
 TICK_SECONDS: Final = 1.0
 
 
@@ -39,11 +39,11 @@ class InterruptedBySignal(Exception):  # noqa: N818  # nothing went wrong
 
 
 class Front:
-    def __init__(self, asked: LeaseSpec, progress: Progress) -> None:
+    def __init__(self, spec: LeaseSpec, progress: Progress) -> None:
         self.progress = progress
         self.lease_process = LeaseProcess.take()
         self._signals = SignalQueue([*PASSED_ON, signal.SIGCHLD])
-        self.lease_process.send("ask", asked=asked.as_message())
+        self.lease_process.send("ask", asked=spec.as_message())
         self._poll = select.poll()
         self._poll.register(self._signals, select.POLLIN)
         self._poll.register(self.lease_process.channel, select.POLLIN)
@@ -53,7 +53,7 @@ class Front:
     # --- waiting ---
 
     def until_granted(self) -> dict[str, Any]:
-        """What the keeper got. Raises `CommandError`, or `InterruptedBySignal` when the place was given up."""
+        """The `granted` message. Raises `CommandError`, or `InterruptedBySignal` after the request was cancelled."""
         while self.granted is None:
             self.turn(TICK_SECONDS if self.progress.wants_ticks else None)
             if self.granted is None:
@@ -62,9 +62,9 @@ class Front:
         return self.granted
 
     def turn(self, seconds: float | None) -> None:
-        """Hear what there is to hear, or wait for it for so long."""
+        """Handle messages and signals, or wait for them at most this long."""
         ready = dict(self._poll.poll(None if seconds is None else max(seconds, 0) * 1000))
-        # The keeper first: what it heard of a signal decides what is done about it.
+        # Messages first: they may say which signals the lease process got too.
         if self._is_lease_process_heard and self.lease_process.channel.fileno() in ready:
             messages = self.lease_process.channel.receive()
             for message in messages or ():
@@ -72,9 +72,9 @@ class Front:
             if messages is None:
                 self._poll.unregister(self.lease_process.channel)
                 self._is_lease_process_heard = False
-                self.on_keeper_gone()
+                self.on_lease_process_gone()
         if self._signals.fileno() in ready:
-            # Children last: what was stopped together with us may have gone on together with us.
+            # Children last: a child that was stopped together with us may have continued together with us.
             for info in sorted(self._signals.read(), key=lambda info: info.number == signal.SIGCHLD):
                 if info.number == signal.SIGCHLD:
                     self._reap()
@@ -91,28 +91,28 @@ class Front:
                 self.progress.pause()
                 raise CommandError(message["text"], message["status"])
 
-    def on_keeper_gone(self) -> None:
-        raise CommandError("the process that asked for the GPU has ended; was it killed?", Status.FAILED)
+    def on_lease_process_gone(self) -> None:
+        raise CommandError("the lease process has ended; was it killed?", Status.FAILED)
 
     def on_signal(self, info: SignalInfo) -> None:
         if info.number in ENDING:
             self.progress.pause()
             self.lease_process.send("stop")
-            self.until_keeper_is_gone(PLACE_FAREWELL_SECONDS)
+            self.until_lease_process_is_gone(CANCEL_SECONDS)
             raise InterruptedBySignal(info)
         if info.number == signal.SIGTSTP:
             self.stop_myself()
 
     # --- the end ---
 
-    def until_keeper_is_gone(self, seconds: float = FAREWELL_SECONDS) -> None:
-        """Or until somebody becomes impatient."""
+    def until_lease_process_is_gone(self, seconds: float = RELEASE_SECONDS) -> None:
+        """Or until another ending signal arrives."""
         deadline = time.monotonic() + seconds
-        farewell = select.poll()
-        farewell.register(self.lease_process.channel, select.POLLIN)
-        farewell.register(self._signals, select.POLLIN)
+        poll = select.poll()
+        poll.register(self.lease_process.channel, select.POLLIN)
+        poll.register(self._signals, select.POLLIN)
         while self._is_lease_process_heard and (left := deadline - time.monotonic()) > 0:
-            ready = dict(farewell.poll(left * 1000))
+            ready = dict(poll.poll(left * 1000))
             if self.lease_process.channel.fileno() in ready:
                 messages = self.lease_process.channel.receive()
                 self._is_lease_process_heard = messages is not None
@@ -122,11 +122,11 @@ class Front:
             if self._signals.fileno() in ready and any(info.number in ENDING for info in self._signals.read()):
                 return
         if not self._is_lease_process_heard:
-            self._see_keeper_off()
+            self._reap_lease_process()
 
-    def _see_keeper_off(self) -> None:
-        """It is about to end, unless its server is away: where nobody looks after orphans, it would stay for ever."""
-        deadline = time.monotonic() + LAST_MOMENT_SECONDS
+    def _reap_lease_process(self) -> None:
+        """It is about to exit: without an init process that reaps orphans, it would stay a zombie."""
+        deadline = time.monotonic() + EXIT_SECONDS
         with suppress(ChildProcessError):
             while self.lease_process.exit_status is None and time.monotonic() < deadline:
                 pid, wait_status = os.waitpid(self.lease_process.pid, os.WNOHANG)
@@ -136,7 +136,7 @@ class Front:
                     time.sleep(0.001)
 
     def stop_myself(self) -> None:
-        """As Ctrl-Z does; returns when somebody lets us go on."""
+        """As Ctrl-Z does; returns after SIGCONT."""
         self.progress.pause()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
         os.kill(os.getpid(), signal.SIGTSTP)
@@ -160,14 +160,14 @@ class Front:
                 self.on_child_ended(pid, wait_status)
 
     def on_child_ended(self, pid: int, wait_status: int) -> None:
-        """A child but the keeper: the command, or an orphan of its."""
+        """Any child but the lease process: the command, or an orphan of it."""
 
     def on_child_stopped(self, pid: int) -> None:
-        """Any child."""
+        """Also called for the lease process."""
 
 
 def end_like(info: SignalInfo) -> int:
-    """The exit status for whoever was interrupted; Ctrl-C ends us by the signal itself."""
+    """The exit status after this signal; Ctrl-C ends us by the signal itself."""
     if info.number == signal.SIGINT and info.is_from_kernel:
         return die_of_interrupt()
     return KILLED + info.number

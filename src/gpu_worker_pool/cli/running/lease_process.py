@@ -1,8 +1,8 @@
-"""The process that keeps a lease: forked from `gpu-pool` before anything heavy is loaded, seen from there.
+"""Starts the lease process, which requests, renews and releases the lease, and represents it in the front process.
 
-A process of its own, because whoever is stopped (Ctrl-Z) renews nothing, and because it is still there to wait for the
-command's end, and then to give the GPU back, when `gpu-pool` itself was killed. It is forked first of all, so that it
-loads what it needs while the command line is being read.
+It is separate because a stopped process (Ctrl-Z) renews nothing, and because it must release the GPU after the
+command's end even if `gpu-pool` itself was killed. It is forked first of all, so that it loads its modules while the
+front process parses the command line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpu_worker_pool.cli.statuses import Status
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-#: What is passed on to a command, and so must not end or stop whoever passes it on, nor the keeper.
+#: Signals that are forwarded to the command, and must neither end nor stop the front and the lease process.
 PASSED_ON: Final = (
     signal.SIGHUP,
     signal.SIGINT,
@@ -35,20 +35,20 @@ PASSED_ON: Final = (
 )
 _HEARD: Final = (*PASSED_ON, signal.SIGCHLD)
 
-#: The one that was forked before it was known whether it is needed.
+#: Forked before it is known whether it is needed.
 _prepared: list[LeaseProcess] = []
 
 
 class LeaseProcess:
-    """Forks at once. The child waits until it is told what to ask for; both have every signal in `_HEARD` blocked."""
+    """Forks at once. The child waits for a lease spec; both processes block every signal in `_HEARD`."""
 
     def __init__(self, words: Sequence[str] = ()) -> None:
-        """`words`: the command line, as far as it is known before anybody has read it."""
+        """`words`: the command line, not parsed yet."""
         if sys.platform != "linux":
             raise CommandError("gpu-pool run and wait need Linux; from here, use the Python client and a GPU server")
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is left unblocked in a child must not raise there
-        # Whoever started us may have chosen not to hear of its children; we must.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # must not raise in a child
+        # Our parent may ignore SIGCHLD; we need it.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
         self.channel, theirs = channel()
@@ -57,13 +57,13 @@ class LeaseProcess:
             self.channel.close()
             _run_and_exit(theirs, words)
         theirs.close()
-        #: How it ended; None while it has not, as far as we know.
+        #: None until we know that it has exited.
         self.exit_status: int | None = None
 
     @classmethod
     @contextmanager
     def prepared(cls, words: Sequence[str]) -> Iterator[None]:
-        """One that waits to be taken; it is ended if nobody does."""
+        """A process for `take`; killed if it was not taken."""
         _prepared.append(cls(words))
         try:
             yield
@@ -81,7 +81,7 @@ class LeaseProcess:
 
     @property
     def mask_before(self) -> Iterable[int]:
-        """The signals that were blocked before: what a command is to find."""
+        """The signals that were blocked before we started: the command gets this mask."""
         return self._mask_before
 
     def send(self, kind: str, **message: Any) -> bool:
@@ -94,25 +94,23 @@ class LeaseProcess:
 def _run_and_exit(theirs: Channel, words: Sequence[str]) -> None:
     status = 1
     try:
-        # In the background, a command that wants the terminal stops the whole group; but the lease must be renewed.
+        # A background command that uses the terminal stops the whole group; the lease must still be renewed.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTIN, signal.SIGTTOU])
-        # Not stderr: what goes wrong must be told. But nobody may wait for an end of file that does not come.
+        # stderr stays open for errors. An open stdout would keep its reader waiting for the end of file.
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, 0)
         os.dup2(nothing, 1)
-        gc.disable()  # loading makes much, and nothing that could be collected
+        gc.disable()  # importing makes many objects, and no garbage
         from gpu_worker_pool.cli.running.lease_program import run_lease_program
 
         run_lease_program(theirs, words)
         status = 0
     except BaseException as error:
-        theirs.send(
-            "failed", status=int(Status.BUG), text=f"the lease's keeper failed: {type(error).__name__}: {error}"
-        )
+        theirs.send("failed", status=int(Status.BUG), text=f"the lease process failed: {type(error).__name__}: {error}")
         if os.environ.get("GPU_POOL_DEBUG"):
             import traceback
 
             traceback.print_exc()
     finally:
-        # Nothing of the parent's is to be cleaned up here.
+        # Run no exit handlers of the parent.
         os._exit(status)

@@ -130,7 +130,7 @@ class _LeaseProgram:
 
     async def _acquire(self) -> HeldLease | None:
         """None if it is not needed any more, or there is none in time, which was reported."""
-        limit = self._spec.patience
+        limit = self._spec.wait_limit
         first_answer_seconds = NO_WAIT_SECONDS if limit.is_no_wait else FIRST_ANSWER_SECONDS
         acquisition = Acquisition(
             self._engine,
@@ -157,7 +157,7 @@ class _LeaseProgram:
             return None
 
     def _report(self, request: EndpointRequest) -> None:
-        if self._spec.patience.is_no_wait:
+        if self._spec.wait_limit.is_no_wait:
             self._summary = next(iter(request.waiting.reasons), "") if request.waiting is not None else self._summary
         elif request.trouble is not None:
             self._channel.send("trouble", endpoint=request.name, text=str(request.trouble))
@@ -173,7 +173,7 @@ class _LeaseProgram:
             )
 
     def _fail_in_time(self, acquisition: Acquisition) -> None:
-        limit, requests = self._spec.patience, acquisition.requests.values()
+        limit, requests = self._spec.wait_limit, acquisition.requests.values()
         if not any(request.waiting is not None and request.trouble is None for request in requests):
             details = "; ".join(
                 f"{request.name}: {request.error or request.trouble or 'has not answered'}" for request in requests

@@ -1,4 +1,4 @@
-"""What `run` and `wait` ask the keeper for: plain values, made before anything heavy is loaded."""
+"""The lease spec: what `run` and `wait` ask the lease process for, as plain values that load fast."""
 
 from __future__ import annotations
 
@@ -7,37 +7,36 @@ import re
 from typing import Any, NamedTuple
 
 
-class Patience(NamedTuple):
-    """How long to wait: None is for ever."""
-
+class WaitLimit(NamedTuple):
+    #: None: no limit.
     timeout_seconds: float | None = None
-    #: Not at all, and that is no timeout.
+    #: Do not wait at all; this has its own exit status.
     is_no_wait: bool = False
 
 
 class LeaseSpec(NamedTuple):
     #: Keyword arguments of the core's `Requirements`.
     requirement_options: dict[str, Any]
-    patience: Patience
+    wait_limit: WaitLimit
     endpoints: tuple[str, ...]
     worker_id: str
     label: str | None
-    #: None: as the environment says, else a minute.
+    #: None: from the environment, else 60 s.
     ttl_seconds: float | None
-    #: Whose end is the lease's end; None for the command that is run here.
+    #: The lease ends with this process; None: with the command of `run`.
     for_pid: int | None = None
 
     def as_message(self) -> dict[str, Any]:
-        return self._asdict() | {"patience": self.patience._asdict()}
+        return self._asdict() | {"wait_limit": self.wait_limit._asdict()}
 
     @classmethod
     def of_message(cls, message: dict[str, Any]) -> LeaseSpec:
-        patience, endpoints = Patience(**message["patience"]), tuple(message["endpoints"])
-        return cls(**message | {"patience": patience, "endpoints": endpoints})
+        wait_limit, endpoints = WaitLimit(**message["wait_limit"]), tuple(message["endpoints"])
+        return cls(**message | {"wait_limit": wait_limit, "endpoints": endpoints})
 
 
 def worker_name(what: str, pid: int | None = None) -> str:
-    """Who has the GPU, as others are told: who it is, what it does, and which process to look for."""
+    """The holder as others see it: user, program and pid."""
     import pwd
 
     try:

@@ -1,4 +1,4 @@
-"""What the kernel offers and the standard library does not: who sent a signal, and what becomes of orphans."""
+"""Linux calls that the standard library lacks: signalfd, and prctl for orphans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
-#: `struct signalfd_siginfo`, of which the first fields are the number, an errno, the code and the sender's pid.
+#: `struct signalfd_siginfo` begins with the signal number, an errno, the code and the sender's pid.
 _SIGNAL_INFO: Final = struct.Struct("=IiiI112x")
 _SIGNAL_SET_BYTES: Final = 128
 
@@ -22,9 +22,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 class SignalInfo(NamedTuple):
     number: int
-    #: Positive where the kernel sent it, as it does for keys pressed at a terminal.
+    #: Positive if the kernel sent it, as for Ctrl-C at a terminal.
     code: int
-    #: Of the sender, if that is a process.
+    #: The sender, if a process sent it.
     pid: int
 
     @property
@@ -33,7 +33,7 @@ class SignalInfo(NamedTuple):
 
 
 class SignalQueue:
-    """Signals as something to read. They must be blocked, in all threads, for as long as it is used."""
+    """Signals as a readable file. They must be blocked in all threads while it is used."""
 
     def __init__(self, signals: Iterable[signal.Signals]) -> None:
         bits = sum(1 << (number - 1) for number in signals).to_bytes(_SIGNAL_SET_BYTES, "little")
@@ -54,12 +54,12 @@ class SignalQueue:
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when the thread that forked it ends."""
+    """The kernel sends this process the signal when the thread that forked it ends."""
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0))
 
 
 def adopt_orphans() -> None:
-    """Whoever among our descendants loses its parent becomes our child, so that nothing is left behind unseen."""
+    """Orphaned descendants become our children, so that we see what the command left running."""
     _checked(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
 
 

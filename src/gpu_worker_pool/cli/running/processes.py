@@ -1,4 +1,4 @@
-"""Other processes: whether one has gone, which belong to a lease, and which is the shell that called us."""
+"""Finds and watches other processes: their end, those of a lease, and the shell that called us."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 from typing import Final
 
-from gpu_worker_pool.proc import ProcessStat, process_stat
+from gpu_worker_pool.hardware.proc import ProcessStat, process_stat
 
-#: How often to look whether a process is still there, where the kernel does not tell.
+#: Interval between checks for a process, if the kernel cannot report its end.
 LOOK_SECONDS: Final = 0.5
 
 
 async def until_gone(pid: int) -> None:
-    """Until the process that has this pid now has ended."""
+    """Return when the process that has this pid now has ended."""
     found = process_stat(pid)
     if found is None or found.state == "Z":
         return
@@ -22,8 +22,8 @@ async def until_gone(pid: int) -> None:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    except OSError:  # a kernel that cannot
-        while _is_same(process_stat(pid), found):  # noqa: ASYNC110  # nobody tells us
+    except OSError:  # an old kernel
+        while _is_same(process_stat(pid), found):  # noqa: ASYNC110  # there is nothing to wait for
             await asyncio.sleep(LOOK_SECONDS)
         return
     loop = asyncio.get_running_loop()
@@ -41,7 +41,7 @@ def _is_same(now: ProcessStat | None, then: ProcessStat) -> bool:
 
 
 def processes_of_lease(lease_id: str) -> list[int]:
-    """Those that were started inside it, as their environment says, as far as we may look."""
+    """The processes with this lease in their environment, as far as we may read it."""
     wanted = f"GPU_POOL_LEASE_ID={lease_id}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -56,9 +56,9 @@ def processes_of_lease(lease_id: str) -> list[int]:
 
 
 def calling_shell() -> int:
-    """The nearest parent that is not a subshell, which a shell forks for `$(…)` and which ends with it.
+    """The nearest ancestor that is not a subshell: a shell forks one for `$(…)`, and it ends too early.
 
-    A fork that executed nothing has its parent's memory, and so the very addresses the kernel once chose for that one.
+    A fork without exec has its parent's memory, so both have the same addresses in `auxv`.
     """
     pid = os.getppid()
     while (parent := _parent_of(pid)) > 1 and _is_fork_of(pid, parent):

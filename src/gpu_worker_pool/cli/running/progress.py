@@ -1,6 +1,6 @@
-"""What is said on stderr while a request waits: its place, the reason and the time, and only when something changed.
+"""Prints on stderr while a request waits: its place, the reason and the time.
 
-A terminal gets one line that is kept up to date, anything else a line for every change.
+A terminal gets one line that is updated in place, anything else one line per change.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, Final
 from gpu_worker_pool.cli.printable import printable
 from gpu_worker_pool.cli.quantities import spoken_seconds
 
-#: A terminal that has fewer has room for what matters only.
+#: Narrower terminals get a shorter line.
 NARROW_COLUMNS: Final = 60
 
 
 class Progress:
-    """`is_wanted` is False for those who want silence; errors are told all the same."""
+    """Without `is_wanted` it prints errors only."""
 
     def __init__(self, *, is_wanted: bool = True, with_reasons: bool = False) -> None:
         self._is_wanted = is_wanted
         self._with_reasons = with_reasons
         self._is_live = is_wanted and _is_live_terminal()
         self._begun_at = time.monotonic()
-        #: By endpoint, the last that was heard of each.
+        #: The last message of each endpoint.
         self._heard: dict[str, dict[str, Any]] = {}
         self._said = ""
         self._reasons_said: list[str] = []
@@ -34,7 +34,7 @@ class Progress:
 
     @property
     def wants_ticks(self) -> bool:
-        """Whether a line is shown that tells the time."""
+        """Whether a line with the waiting time is open."""
         return self._is_line_open
 
     @property
@@ -73,7 +73,7 @@ class Progress:
         self._is_line_open = True
 
     def pause(self) -> None:
-        """Leave the terminal to others."""
+        """Clear the line, so that others can write."""
         if self._is_line_open:
             _write("\r\x1b[K")
             self._is_line_open = False
@@ -83,7 +83,7 @@ class Progress:
         _write(f"gpu-pool: {printable(text)}\n")
 
     def _text(self) -> str:
-        """Of several places that one which is nearest to its turn; what fails counts while nothing else is heard."""
+        """The endpoint where we are first in the queue; errors only if no endpoint has queued us."""
         waiting = [message for message in self._heard.values() if message["kind"] == "waiting"]
         if waiting:
             best = min(waiting, key=lambda message: message["position"] or sys.maxsize)
@@ -100,7 +100,7 @@ class Progress:
 
 
 def _is_live_terminal() -> bool:
-    """Whether it can be written over, and is ours: a job in the background would write over its owner's typing."""
+    """Whether a line can be rewritten. A background job must not: it would overwrite what its user types."""
     if not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return False
     try:
@@ -114,5 +114,5 @@ def _write(text: str) -> None:
         sys.stderr.write(text)
         sys.stderr.flush()
     except OSError:
-        # The terminal has gone. Whoever waits may still want its GPU.
+        # The terminal is gone, but the command may still want its GPU.
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123

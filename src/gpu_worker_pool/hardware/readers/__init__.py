@@ -1,4 +1,4 @@
-"""Readers: three ways to ask what the GPUs of this host do, behind one protocol."""
+"""The protocol of readers, which ask the driver about the GPUs of this host."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ if TYPE_CHECKING:
 
 
 class Reader(Protocol):
-    """Asks the driver, in the one thread it is called from; blocks for as long as the driver takes.
+    """Used by one thread; blocks as long as the driver takes.
 
-    A failed `read` leaves the reader usable: the next one tries anew, also after the driver was replaced.
+    After a failed `read` the next one tries again, also with a replaced driver.
     """
 
     def read(self) -> DriverAnswer:
-        """All GPUs of the host; raises `DriverError` where none of them could be asked."""
+        """All GPUs of the host; raises `DriverError` if none could be read."""
         ...
 
     def interrupt(self) -> None:
-        """Called from another thread: end what `read` waits for, where it can be ended, and start nothing more."""
+        """Called from another thread: abort a running `read` if possible, and start no other."""
         ...
 
     def close(self) -> None:
-        """Let go of the driver; `read` may still be called."""
+        """Unload the driver library; `read` may still be called."""
         ...

@@ -1,4 +1,4 @@
-"""Which reader: `GPU_BACKEND=auto|nvml|nvidia-smi|simulated[:N]`."""
+"""Chooses the reader: `GPU_BACKEND=auto|nvml|nvidia-smi|simulated[:N]`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpu_worker_pool.environment import refused
 from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.readers.nvidia_smi import NvidiaSMIReader
 from gpu_worker_pool.hardware.readers.nvml import NVMLReader
-from gpu_worker_pool.hardware.readers.simulated import Holder, SimulatedHost, SimulatedReader
+from gpu_worker_pool.hardware.readers.simulated import SimulatedHolder, SimulatedHost, SimulatedReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class AutoReader:
-    """NVML, and `nvidia-smi` where NVML cannot be loaded; looked for anew each time until one of them is there."""
+    """NVML, or `nvidia-smi` if NVML cannot be loaded; each read looks again until one is found."""
 
     def __init__(self) -> None:
         self._nvml = NVMLReader()
@@ -39,7 +39,7 @@ class AutoReader:
                     raise
                 raise DriverError(
                     "nvidia-smi not found, and no NVML library: is the NVIDIA driver installed? "
-                    "GPU_BACKEND=simulated:4 tries things out without one",
+                    "GPU_BACKEND=simulated:4 simulates four GPUs",
                     code=error.code,
                 ) from nvml_error
 
@@ -59,7 +59,7 @@ _REAL: Final[dict[str, Callable[[], Reader]]] = {
 
 
 def check_backend(text: str, name: str = "backend") -> str:
-    """The same in lower case, or a `ValueError` that says what was expected."""
+    """Returns it in lower case, or raises a `ValueError` that says what was expected."""
     backend = text.lower()
     if backend not in _REAL:
         if not backend.startswith("simulated"):
@@ -69,14 +69,14 @@ def check_backend(text: str, name: str = "backend") -> str:
 
 
 def hardware_name(backend: str) -> str:
-    """Backends of the same name are different ways to the same GPUs."""
+    """Backends with the same name read the same GPUs."""
     return "real" if backend in _REAL else SimulatedHost.parse(backend).name
 
 
 def readings_name(backend: str, devices: Path = Path("/dev")) -> str:
-    """Processes for which it is the same see the same GPUs: a container that was given two of eight sees two.
+    """Processes with the same name see the same GPUs and can share samples.
 
-    What it reads must not make the others vanish for those who see all.
+    A container may see two of eight: its samples must not hide the other six from the rest of the host.
     """
     name = hardware_name(backend)
     if backend not in _REAL:
@@ -85,8 +85,10 @@ def readings_name(backend: str, devices: Path = Path("/dev")) -> str:
     return f"{name}-{zlib.crc32(repr(numbers).encode()):08x}" if numbers else name
 
 
-def make_reader(backend: str, clock: Callable[[], float], holders: Callable[[], Iterable[Holder]] = tuple) -> Reader:
-    """`holders`: who has simulated GPUs; real ones show it themselves."""
+def make_reader(
+    backend: str, clock: Callable[[], float], holders: Callable[[], Iterable[SimulatedHolder]] = tuple
+) -> Reader:
+    """`holders`: the holders of simulated GPUs."""
     if backend in _REAL:
         return _REAL[backend]()
     return SimulatedReader(SimulatedHost.parse(backend), clock=clock, holders=holders)

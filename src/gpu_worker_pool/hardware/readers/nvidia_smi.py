@@ -1,4 +1,4 @@
-"""The reader that runs nvidia-smi, and trusts nothing of what it prints."""
+"""The reader that runs nvidia-smi. It does not trust the output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def nvidia_smi_available(command: str = "nvidia-smi", *, environment: Mapping[str, str] | None = None) -> bool:
-    """Whether the tool is on PATH and may be executed; not whether a driver answers it."""
+    """Whether the tool is on PATH and executable; the driver may still not answer."""
     try:
         find_tool(command, os.environ if environment is None else environment)
     except DriverError:
@@ -29,9 +29,9 @@ def nvidia_smi_available(command: str = "nvidia-smi", *, environment: Mapping[st
 
 
 class NvidiaSMIReader:
-    """Reads by nvidia-smi; all its calls for one sample share one deadline.
+    """All calls for one sample share one deadline.
 
-    A GPU that was seen once stays a row when it is lost: it keeps its index, name and UUID, and says why.
+    A lost GPU keeps its reading with index, name, UUID, and the reason.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class NvidiaSMIReader:
     ) -> None:
         self._tool = Tool(command, timeout_seconds, os.environ if environment is None else environment, kill_group)
         self._timeout_seconds = timeout_seconds
-        #: By bus id where it is known, else by index.
+        #: By bus id if known, else by index.
         self._seen: dict[str | int, GPUReading] = {}
         #: Fields that this version of the driver does not know.
         self._unknown_fields: set[str] = set()
@@ -53,7 +53,7 @@ class NvidiaSMIReader:
     def read(self) -> DriverAnswer:
         deadline = time.monotonic() + self._timeout_seconds
         fields, output = self._query_gpus(deadline)
-        if output.exit_status < 0:  # what it wrote may end in the middle of a number
+        if output.exit_status < 0:  # the output may end in the middle of a number
             raise text.failure(output.exit_status, output.everything)
         parsed = text.parse_gpus(output.everything, fields)
         gpus = self._with_lost_gpus(parsed, has_failed=output.exit_status != 0)
@@ -75,7 +75,7 @@ class NvidiaSMIReader:
         self._tool.interrupt()
 
     def close(self) -> None:
-        """Nothing is held between reads: each ends its own process, and one that hangs is reaped when it ends."""
+        """Nothing to do: each read ends its own process."""
 
     # --- GPUs ---
 
@@ -106,14 +106,14 @@ class NvidiaSMIReader:
                 gpus[index] = replace(gpu, fault=gpu.fault or complaint.reason)
             else:
                 unplaced.append(complaint)
-        # Some versions stop at the first GPU they cannot read; those after it are not gone.
+        # Some versions stop at the first GPU that they cannot read; the GPUs after it still exist.
         if has_failed and (gpus or unplaced):
             uuids = {gpu.uuid for gpu in gpus.values()} - {None}
             for gpu in self._seen.values():
                 if gpu.index not in gpus and gpu.uuid not in uuids and gpu.pci_bus_id not in index_by_bus_id:
-                    gpus[gpu.index] = _lost(gpu.index, "nvidia-smi failed before it told of this GPU", None, gpu)
-        # The driver numbers GPUs by bus id and skips none: those it cannot tell of have the numbers that are missing.
-        # Beside no GPU at all there is nothing to count from, and the complaint becomes the error.
+                    gpus[gpu.index] = _lost(gpu.index, "nvidia-smi failed before it reported this GPU", None, gpu)
+        # The driver numbers GPUs by bus id without gaps: unreadable GPUs have the missing indices.
+        # Without any GPU there is nothing to count from, and the complaint becomes the error.
         if gpus:
             for complaint in sorted(unplaced, key=lambda complaint: complaint.bus_id or ""):
                 index = next(number for number in range(len(gpus) + 1) if number not in gpus)
@@ -122,9 +122,9 @@ class NvidiaSMIReader:
         return [gpus[index] for index in sorted(gpus)]
 
     def _completed(self, gpu: GPUReading) -> GPUReading:
-        """A GPU that is about to be lost does not even tell its name.
+        """A failing GPU may not even report its name.
 
-        Whoever had a UUID must not appear without: that would be a new GPU, free for everybody.
+        A GPU that had a UUID must not appear without one: it would look like a new, free GPU.
         """
         known = self._seen_as(gpu.index, gpu.pci_bus_id) if gpu.fault or gpu.uuid is None else None
         if known is None or gpu.uuid not in (None, known.uuid):
@@ -139,7 +139,7 @@ class NvidiaSMIReader:
             return self._seen.get(bus_id)
         return next((gpu for gpu in self._seen.values() if gpu.index == index), None)
 
-    # --- what a sample can do without ---
+    # --- optional parts of a sample ---
 
     def _with_processes(self, gpus: list[GPUReading], deadline: float) -> list[GPUReading]:
         query = [f"--query-compute-apps={','.join(text.PROCESS_FIELDS)}", "--format=csv,noheader,nounits"]
@@ -147,7 +147,7 @@ class NvidiaSMIReader:
         found = None if output is None or output.exit_status != 0 else text.parse_processes(output.stdout)
         if found is None:
             return gpus
-        # A process on a GPU that is not among ours may be on any that has none to show.
+        # A process on an unknown GPU may be on any GPU without listed processes.
         others = () if found.keys() <= {gpu.uuid for gpu in gpus} else None
         described = []
         for gpu in gpus:
@@ -190,9 +190,9 @@ def _with_devices(
 ) -> GPUReading:
     if devices is None:
         return replace(gpu, fault=gpu.fault or "its MIG devices could not be listed")
-    samples = []
+    readings = []
     for number, device in sorted(devices.items()):
-        # The query for processes tells the GPU only, not which of its devices.
+        # The process query names the GPU, not the MIG device.
         device = replace(device, processes=() if gpu.processes == () else None, fault=gpu.fault)
         if (shown := memory.get((gpu.index, number))) is not None:
             device = replace(
@@ -205,5 +205,5 @@ def _with_devices(
                 memory_used_mb=shown.used_mb,
                 fault=gpu.fault or shown.fault,
             )
-        samples.append(device)
-    return replace(gpu, mig_devices=tuple(samples))
+        readings.append(device)
+    return replace(gpu, mig_devices=tuple(readings))

@@ -1,4 +1,4 @@
-"""What nvidia-smi prints, understood: text in, samples out. Starts no process, and takes nothing unreadable for 0."""
+"""Parses the output of nvidia-smi. It starts no process; unreadable values become None, never 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, GPUReading, MIGReading
 
 MANDATORY_FIELDS: Final = frozenset({"index", "name", "memory.total", "memory.used"})
-#: Asked for in this order; a driver that does not know one of the optional ones is asked again without it.
+#: Queried in this order; an optional field that the driver does not know is left out of the next query.
 GPU_FIELDS: Final = (
     "index",
     "name",
@@ -29,11 +29,11 @@ GPU_FIELDS: Final = (
     "gpu_recovery_action",
     "mig.mode.current",
 )
-#: A process name may hold commas, so it stands between two cells on either side that hold none.
+#: A process name may contain commas, so the fields around it must not.
 PROCESS_FIELDS: Final = ("gpu_uuid", "pid", "process_name", "used_gpu_memory")
 
 _LONGEST_QUOTE: Final = 200
-# So few digits that neither int() nor float() can fail or overflow; no sign but minus, no exponent, no NaN.
+# Too few digits for int() or float() to fail or overflow; no plus sign, exponent or NaN.
 _NUMBER: Final = re.compile(r"(-?[0-9]{1,15}(?:\.[0-9]{1,15})?) ?([%A-Za-z]*)")
 _WHOLE_NUMBER: Final = re.compile(r"[0-9]{1,15}")
 _PLACEHOLDER: Final = re.compile(
@@ -55,7 +55,7 @@ _INSTANCES_IN_UUID: Final = re.compile(r"MIG-GPU-[^/]+/([0-9]{1,9})/([0-9]{1,9})
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """A GPU that nvidia-smi names but cannot read; at least one of the two that tell which it is."""
+    """A GPU that nvidia-smi names but cannot read; index or bus id is set."""
 
     reason: str
     index: int | None = None
@@ -87,7 +87,7 @@ class MIGMemory(NamedTuple):
 
 
 def parse_gpus(text: str, fields: tuple[str, ...]) -> ParsedGPUs:
-    """The answer to `--query-gpu=` with these fields, as CSV without header; other lines may stand anywhere."""
+    """The output of `--query-gpu=` with these fields, as CSV without header, mixed with other lines."""
     rows: list[GPUReading] = []
     complaints: list[Complaint] = []
     unreadable: list[Complaint] = []
@@ -102,8 +102,8 @@ def parse_gpus(text: str, fields: tuple[str, ...]) -> ParsedGPUs:
         if len(cells) < 2 or (index is None and bus is None):
             continue
         if index is None or len(cells) != len(fields):
-            # Which cell is which cannot be told any more, only whose they are.
-            unreadable.append(Complaint(f"nvidia-smi's line on it cannot be read: {quote(line)}", index, bus))
+            # The cells cannot be matched to fields, but they belong to this GPU.
+            unreadable.append(Complaint(f"its line from nvidia-smi cannot be read: {quote(line)}", index, bus))
             continue
         named = dict(zip(fields, cells, strict=True))
         row = _gpu(index, named)
@@ -112,7 +112,7 @@ def parse_gpus(text: str, fields: tuple[str, ...]) -> ParsedGPUs:
         seen.update({index, row.uuid or index})
         rows.append(row)
         driver_version = driver_version or _text(named.get("driver_version", ""))
-    # Beside no readable row at all it is not a broken line, it is not nvidia-smi's answer.
+    # Without any readable row, this is not the output of nvidia-smi.
     first_about_each: dict[tuple[int | None, str | None], Complaint] = {}
     for complaint in (*complaints, *(unreadable if rows else ())):
         first_about_each.setdefault((complaint.index, complaint.bus_id), complaint)
@@ -152,7 +152,7 @@ def _fault(cells: dict[str, str], *, mig_enabled: bool, recovery_action: str | N
     for cell in cells.values():
         if _LOSS.search(cell):
             return quote(cell.strip("[]"))
-    # Without its MIG mode a split GPU would look whole, and its devices gone.
+    # Without its MIG mode a split GPU would look like a whole one without devices.
     decisive = ["memory.total", "memory.used", "mig.mode.current"]
     if not mig_enabled:
         decisive.append("utilization.gpu")
@@ -167,16 +167,16 @@ def parse_complaint(line: str) -> Complaint | None:
     match = _NO_HANDLE.search(line)
     if match is None:
         bus = bus_id(line)
-        # Rows hold commas, and say in their cells what is wrong.
+        # Rows contain commas, and their cells show the problem.
         return Complaint(quote(line), None, bus) if bus and "," not in line and _LOSS.search(line) else None
-    # `GPU3: …` is an index; `GPU0000:0A:00.0` is a bus id whose domain reads like one.
+    # `GPU3: …` is an index; `GPU0000:0A:00.0` is a bus id whose domain looks like one.
     leading = _LEADING_INDEX.match(match[1])
     index, bus = None if leading is None else int(leading[1]), bus_id(match[1])
     return None if index is None and bus is None else Complaint(quote(line), index, bus)
 
 
 def bus_id(text: str) -> str | None:
-    """As NVML writes it, whether the domain had four digits or eight: `00000000:0A:00.0`."""
+    """In the form of NVML, with eight digits for the domain: `00000000:0A:00.0`."""
     match = _BUS_ID.search(text)
     return None if match is None else f"{match[1].zfill(8)}:{match[2]}:{match[3]}.{match[4]}".upper()
 
@@ -185,7 +185,7 @@ def bus_id(text: str) -> str | None:
 
 
 def parse_processes(text: str) -> dict[str, tuple[ParsedProcess, ...] | None] | None:
-    """By GPU UUID. None for a GPU whose processes may not be seen; None in all where the answer is not understood."""
+    """By GPU UUID; None for a GPU whose processes are hidden. None if the output cannot be parsed."""
     records: list[str] = []
     for line in filter(None, map(str.strip, text.split("\n"))):
         if _PROCESS.fullmatch(line):
@@ -193,7 +193,7 @@ def parse_processes(text: str) -> dict[str, tuple[ParsedProcess, ...] | None] | 
         elif parse_complaint(line) or line.startswith("WARNING") or "no running processes" in line.lower():
             continue
         elif records:
-            records[-1] += f" {line}"  # a name may hold a line break too
+            records[-1] += f" {line}"  # a name may contain a line break
         else:
             return None
     found: dict[str, dict[int, ParsedProcess] | None] = {}
@@ -220,7 +220,7 @@ def _process_memory(cell: str, comma: str) -> float | None:
 
 
 def parse_mig_list(text: str) -> dict[int, dict[int, MIGReading]]:
-    """The answer to `-L`: by GPU index, by device number; an empty one for a GPU without devices."""
+    """The output of `-L`, by GPU index and device number."""
     gpus: dict[int, dict[int, MIGReading]] = {}
     devices: dict[int, MIGReading] = {}
     uuids: set[str] = set()
@@ -229,15 +229,15 @@ def parse_mig_list(text: str) -> dict[int, dict[int, MIGReading]]:
             devices = gpus.setdefault(int(gpu[1]), {})
         elif (mig := _LISTED_MIG.match(line)) is not None and mig[3] not in uuids:
             uuids.add(mig[3])
-            # Drivers before 470 write the two instances' numbers into the UUID.
+            # Drivers before 470 put both instance ids into the UUID.
             ids = _INSTANCES_IN_UUID.fullmatch(mig[3])
-            sample = MIGReading(mig[3], mig[1], int(ids[1]) if ids else None, int(ids[2]) if ids else None)
-            devices.setdefault(int(mig[2]), sample)
+            reading = MIGReading(mig[3], mig[1], int(ids[1]) if ids else None, int(ids[2]) if ids else None)
+            devices.setdefault(int(mig[2]), reading)
     return gpus
 
 
 def parse_mig_table(text: str) -> dict[tuple[int, int], MIGMemory]:
-    """The section `MIG devices:` of the table that people read, by GPU index and device number."""
+    """The section `MIG devices:` of the plain table, by GPU index and device number."""
     found: dict[tuple[int, int], MIGMemory] = {}
     _, _, section = text.partition("MIG devices:")
     for line in section.partition("Processes:")[0].split("\n"):
@@ -268,17 +268,19 @@ def says_no_devices(exit_status: int, text: str) -> bool:
 
 
 def failure(exit_status: int, text: str) -> DriverError:
-    """Why there is no row in an answer, and what to do about it."""
+    """The error for output without any row."""
     lowered = text.lower()
     said = quote(next(filter(None, map(str.strip, text.split("\n"))), ""))
     if "couldn't communicate with the nvidia driver" in lowered or exit_status == 9:
-        message = "nvidia-smi cannot reach the NVIDIA driver: load the kernel module (modprobe nvidia), or install one"
+        message = (
+            "nvidia-smi cannot reach the NVIDIA driver: load the kernel module (modprobe nvidia), or install a version"
+        )
         return DriverError(f"{message} that fits the running kernel.", code="driver_not_loaded")
     if "version mismatch" in lowered or exit_status == 18:
         message = "The NVIDIA driver was updated while the old one is loaded: reboot, or reload its kernel modules."
         return DriverError(message, code="driver_version_mismatch")
     if "insufficient permissions" in lowered or exit_status == 4:
-        message = "nvidia-smi may not read the GPUs: let this user open /dev/nvidia*, or run as one who may."
+        message = "nvidia-smi may not read the GPUs: let this user open /dev/nvidia*, or run as a user who can."
         return DriverError(message, code="permission_denied")
     how = f"was ended by signal {-exit_status}" if exit_status < 0 else f"ended with status {exit_status}"
     return DriverError(
@@ -289,7 +291,7 @@ def failure(exit_status: int, text: str) -> DriverError:
 
 
 def quote(text: str) -> str:
-    """Foreign text that is fit for a message or a log: short, and nothing that a terminal would obey."""
+    """Makes text safe for a message or a log: short and without control characters."""
     printable = "".join(character if character.isprintable() else " " for character in text[: 4 * _LONGEST_QUOTE])
     short = " ".join(printable.split())
     return short if len(short) <= _LONGEST_QUOTE else f"{short[: _LONGEST_QUOTE - 1]}…"
@@ -299,7 +301,7 @@ def quote(text: str) -> str:
 
 
 def _number(cell: str, unit: str) -> float | None:
-    """`nounits` was asked for, but some fields of some drivers bring theirs all the same."""
+    """Some drivers print units in spite of `nounits`."""
     match = _NUMBER.fullmatch(cell)
     if match is None or match[2] not in ("", unit):
         return None

@@ -1,4 +1,4 @@
-"""The reader that asks NVIDIA's management library: every GPU of the host, also those that fail."""
+"""The reader that uses NVML, NVIDIA's management library."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _FAULTS: Final = {
-    GPU_IS_LOST: "the GPU is lost, as when it fell off the bus: see `dmesg`, then reboot the host",
-    RESET_REQUIRED: "the GPU needs a reset: end what uses it, then run `nvidia-smi --gpu-reset -i {index}`",
+    GPU_IS_LOST: "the GPU is lost, for example off the bus: see `dmesg`, then reboot the host",
+    RESET_REQUIRED: "the GPU needs a reset: end the processes on it, then run `nvidia-smi --gpu-reset -i {index}`",
     GPU_NOT_FOUND: "the driver no longer finds the GPU: see `dmesg`, then reboot the host",
     NO_PERMISSION: "this user may not use the GPU: allow it to read and write /dev/nvidia{index}",
 }
 
 
 class NVMLReader:
-    """Reads through NVML, which needs no other process and tells all GPUs, whatever CUDA_VISIBLE_DEVICES says.
+    """Needs no other process, and sees all GPUs regardless of CUDA_VISIBLE_DEVICES.
 
-    The library is initialized once; after a failure that concerns all GPUs the next read loads it anew, so that
-    a driver that was loaded or replaced in the meantime is found.
+    The library is initialized once. After a failure of all GPUs the next read reloads it, to find a driver that was
+    loaded or replaced meanwhile.
     """
 
     def __init__(self) -> None:
         self._library = NVMLLibrary()
-        #: By index, what stood there last: it names a GPU that no longer answers.
+        #: By index, the last GPU there: it identifies a GPU that no longer answers.
         self._known: dict[int, DeviceFacts] = {}
-        #: And what it was when it last answered.
+        #: By index, its last good reading.
         self._answered: dict[int, GPUReading] = {}
 
     def read(self) -> DriverAnswer:
@@ -47,17 +47,17 @@ class NVMLReader:
             try:
                 gpus = self._read_all(nvml)
             except nvml.error as error:
-                self._library.load_anew_next_time()
+                self._library.reload_next_time()
                 raise driver_error(error) from error
             if gpus and all(gpu.fault is not None and gpu.memory_total_mb is None for gpu in gpus):
-                self._library.load_anew_next_time()
+                self._library.reload_next_time()
             return DriverAnswer(gpus, driver_version=nvml.driver_version, backend="nvml")
 
     def interrupt(self) -> None:
-        """A call into the driver cannot be ended; it holds up nothing but its own thread."""
+        """A call into the driver cannot be aborted; it blocks only its own thread."""
 
     def close(self) -> None:
-        """May be called while another thread is inside a read that hangs: that read then lets go at its end."""
+        """May be called while another thread hangs in a read: that read then unloads the library when it ends."""
         self._library.close()
 
     def _read_all(self, nvml: LoadedNVML) -> tuple[GPUReading, ...]:
@@ -79,7 +79,7 @@ class NVMLReader:
                 if facts is None:
                     named_from_memory.append(index)
                 facts = facts or known or DeviceFacts()
-                fault = _FAULTS.get(value or 0, "the GPU cannot be asked ({error}): see `dmesg`")
+                fault = _FAULTS.get(value or 0, "the GPU does not answer ({error}): see `dmesg`")
                 fault = fault.format(index=index, error=error)
                 before = self._answered.get(index)
                 if before is None or before.uuid != facts.uuid:
@@ -93,7 +93,7 @@ class NVMLReader:
     def _without_wrong_names(
         self, gpus: Sequence[GPUReading], named_from_memory: Sequence[int]
     ) -> tuple[GPUReading, ...]:
-        """A GPU that answers elsewhere is not the silent one at its former index, whoever that is."""
+        """A GPU that answers at another index is not the silent one at its former index."""
         if not named_from_memory:
             return tuple(gpus)
         answering = {gpu.uuid for gpu in gpus if gpu.index not in named_from_memory}

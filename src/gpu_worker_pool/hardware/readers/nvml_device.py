@@ -1,4 +1,4 @@
-"""What one GPU tells through NVML at one moment; a value it does not tell is None."""
+"""Reads one GPU through NVML; unknown values are None."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, GPUReading, MIGReadin
 if TYPE_CHECKING:
     from gpu_worker_pool.core.readings import ProcessReading
 
-#: As nvidia-smi prints them; 0 is that nothing needs to be done.
+#: As nvidia-smi prints them; 0 means none.
 _RECOVERY_ACTIONS: Final = {
     1: "Reset",
     2: "Reboot",
@@ -29,13 +29,13 @@ _RECOVERY_ACTIONS: Final = {
     6: "Bus Reset",
     7: "System Reboot",
 }
-#: A sound GPU may be unable, or not allowed, to tell its memory; any other failure to do so makes it a bad one.
-_MEMORY_NOT_TOLD: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
+#: A healthy GPU may be unable, or not allowed, to report its memory; any other error is a fault.
+_MEMORY_UNAVAILABLE: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What never changes about a GPU."""
+    """The constant properties of a GPU."""
 
     name: str = UNKNOWN_NAME
     uuid: str | None = None
@@ -43,12 +43,12 @@ class DeviceFacts:
 
 
 def read_facts(nvml: LoadedNVML, handle: Any, known: DeviceFacts | None) -> DeviceFacts:
-    """`known` is what stood at this index last time; the UUID tells whether it still does."""
+    """`known` is the last GPU at this index; the UUID shows whether it is still the same."""
     module, ask = nvml.module, nvml.ask
     try:
         uuid: str | None = module.nvmlDeviceGetUUID(handle)
     except nvml.error as error:
-        # Whoever had a UUID must not appear without: that would be a new GPU, free for everybody.
+        # A GPU that had a UUID must not appear without one: it would look like a new, free GPU.
         is_without_uuid = error.value in (NOT_SUPPORTED, FUNCTION_NOT_FOUND)
         if not is_without_uuid or (known is not None and known.uuid is not None):
             raise
@@ -63,7 +63,7 @@ def read_gpu(nvml: LoadedNVML, handle: Any, index: int, facts: DeviceFacts) -> G
     module, ask = nvml.module, nvml.ask
     total_mb, used_mb, free_mb, fault = _read_memory(nvml, handle)
     is_mig_enabled, mig_fault = _read_mig_mode(nvml, handle)
-    # With MIG on there is no utilization of the whole to ask for.
+    # With MIG there is no utilization of the whole GPU.
     utilization = None if is_mig_enabled else ask(module.nvmlDeviceGetUtilizationRates, handle)
     power_draw_mw = ask(module.nvmlDeviceGetPowerUsage, handle)
     power_limit_mw = ask(module.nvmlDeviceGetEnforcedPowerLimit, handle)
@@ -99,7 +99,7 @@ def read_gpu(nvml: LoadedNVML, handle: Any, index: int, facts: DeviceFacts) -> G
 
 
 def _read_mig_mode(nvml: LoadedNVML, handle: Any) -> tuple[bool, str | None]:
-    """Whether it is split; and a fault where that cannot be told: its devices would seem to be gone."""
+    """Whether MIG is on; and a fault if that is unknown, because its devices would seem to be gone."""
     try:
         mode, _ = nvml.module.nvmlDeviceGetMigMode(handle)
     except nvml.error as error:
@@ -117,10 +117,10 @@ def _read_mig_devices(nvml: LoadedNVML, handle: Any) -> tuple[MIGReading, ...]:
     for slot in range(ask(module.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         device = ask(module.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot)
         uuid: str | None = device and ask(module.nvmlDeviceGetUUID, device)
-        if uuid is None:  # an empty slot, or a device nobody could name
+        if uuid is None:  # an empty slot, or a device without a name
             continue
         total_mb, used_mb, free_mb, fault = _read_memory(nvml, device)
-        # Not remembered: a device made anew may bear the UUID of one with another profile.
+        # Not cached: a recreated device may have the same UUID and another profile.
         name: str | None = ask(module.nvmlDeviceGetName, device)
         devices.append(
             MIGReading(
@@ -139,14 +139,14 @@ def _read_mig_devices(nvml: LoadedNVML, handle: Any) -> tuple[MIGReading, ...]:
 
 
 def _read_memory(nvml: LoadedNVML, handle: Any) -> tuple[int | None, int | None, int | None, str | None]:
-    """Total, used and free MiB, and a fault where they cannot be told though they should."""
+    """Total, used and free MiB, and a fault if they should be known but are not."""
     try:
         memory = nvml.memory(handle)
     except nvml.error as error:
         value: int = error.value
         if value in GPU_FAILED or value in LIBRARY_FAILED:
             raise
-        fault = None if value in _MEMORY_NOT_TOLD else f"its memory cannot be read ({error}): see `dmesg`"
+        fault = None if value in _MEMORY_UNAVAILABLE else f"its memory cannot be read ({error}): see `dmesg`"
         return None, None, None, fault
     total: int = memory.total
     if total == 0:

@@ -1,4 +1,4 @@
-"""NVIDIA's management library, loaded through pynvml, and unloaded for real so that a replaced one is seen."""
+"""Loads NVML through pynvml, and really unloads it, so that a replaced driver is found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpu_worker_pool.errors import DriverError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# pynvml has names for these, but importing it takes longer than all the rest of this package.
+# pynvml has names for these, but importing it takes longer than the rest of this package.
 UNINITIALIZED: Final = 1
 NOT_SUPPORTED: Final = 3
 NO_PERMISSION: Final = 4
@@ -24,13 +24,13 @@ RESET_REQUIRED: Final = 16
 VERSION_MISMATCH: Final = 18
 GPU_NOT_FOUND: Final = 28
 
-#: After these no GPU can be asked any more until the library is loaded anew.
+#: After these no GPU can be read until the library is reloaded.
 LIBRARY_FAILED: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, VERSION_MISMATCH})
-#: After these one GPU cannot be used any more.
+#: After these one GPU is unusable.
 GPU_FAILED: Final = frozenset({GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND})
 _MORE_THAN_ONE_VALUE: Final = LIBRARY_FAILED | GPU_FAILED
 
-#: The code of the error raised where the library is not there at all, so that another reader may be tried.
+#: The error code if the library is missing, so that another reader can be tried.
 NVML_NOT_FOUND: Final = "nvml_not_found"
 
 _CAUSES: Final = {
@@ -54,7 +54,7 @@ _CAUSES: Final = {
 
 
 def driver_error(error: Any) -> DriverError:
-    """What a `pynvml.NVMLError` that concerns all GPUs is to the rest of the package."""
+    """Translates a `pynvml.NVMLError` that affects all GPUs."""
     code, message = _CAUSES.get(
         error.value, ("driver_error", f"The NVIDIA driver failed ({error}): see `nvidia-smi` and `dmesg`.")
     )
@@ -62,18 +62,18 @@ def driver_error(error: Any) -> DriverError:
 
 
 class LoadedNVML:
-    """The library after its initialization, and which of its versioned calls it has."""
+    """The initialized library, with the best version of each call it has."""
 
     __slots__ = ("driver_version", "error", "memory", "module", "processes")
 
     def __init__(self, module: Any) -> None:
-        #: pynvml; it has no types, so what it returns is given one where it is read.
+        #: pynvml has no types, so results get theirs where they are read.
         self.module: Any = module
-        #: What pynvml raises; its `value` is one of the numbers above.
+        #: Its `value` is one of the numbers above.
         self.error: Any = module.NVMLError
         has = partial(hasattr, module.nvmlLib)
         self.memory: Callable[[Any], Any] = module.nvmlDeviceGetMemoryInfo
-        if has("nvmlDeviceGetMemoryInfo_v2"):  # counts what the driver keeps for itself apart, as nvidia-smi does
+        if has("nvmlDeviceGetMemoryInfo_v2"):  # excludes memory that the driver reserves, as nvidia-smi does
             self.memory = partial(module.nvmlDeviceGetMemoryInfo, version=module.nvmlMemory_v2)
         self.processes: Callable[[Any], Any] = module.nvmlDeviceGetComputeRunningProcesses_v2
         if has("nvmlDeviceGetComputeRunningProcesses_v3"):
@@ -81,7 +81,7 @@ class LoadedNVML:
         self.driver_version: str | None = self.ask(module.nvmlSystemGetDriverVersion)
 
     def ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The answer, or None where this one value cannot be told; raises where the GPU or the library failed."""
+        """The answer, or None if this one value is unknown; raises if the GPU or the library failed."""
         try:
             return call(*arguments)
         except self.error as error:
@@ -93,10 +93,10 @@ class LoadedNVML:
 
 
 class NVMLLibrary:
-    """One reader's hold on the library, entered for as long as calls are made.
+    """A context manager: enter it while calling the library.
 
-    Unloading it under a call, which may hang for ever, would crash the process: so it is unloaded only when nobody
-    else is inside and nobody else, through pynvml, has it initialized.
+    Unloading it during a call, which may hang forever, would crash the process. So it is unloaded only when no other
+    reader is inside, and no other user of pynvml has it initialized.
     """
 
     _inside: ClassVar[set[NVMLLibrary]] = set()
@@ -106,15 +106,15 @@ class NVMLLibrary:
     def __init__(self) -> None:
         self._loaded: LoadedNVML | None = None
         self._is_stale = False
-        self._is_unwanted = False
+        self._is_closing = False
 
     def __enter__(self) -> LoadedNVML:
         with self._lock:
             self._inside.add(self)
         try:
-            self._is_unwanted = False
+            self._is_closing = False
             if self._is_stale:
-                self._let_go()
+                self._release()
             if self._loaded is None:
                 self._loaded = self._load()
         except BaseException:
@@ -123,18 +123,18 @@ class NVMLLibrary:
         return self._loaded
 
     def __exit__(self, *_: object) -> None:
-        if self._is_unwanted:
-            self._let_go()
+        if self._is_closing:
+            self._release()
         self._leave()
 
-    def load_anew_next_time(self) -> None:
+    def reload_next_time(self) -> None:
         self._is_stale = True
 
     def close(self) -> None:
-        """Let go of the library, or have whoever is inside do so at the end."""
-        self._is_unwanted = True
+        """Unload the library, or let the thread that is inside do so when it leaves."""
+        self._is_closing = True
         if self not in self._inside:
-            self._let_go()
+            self._release()
 
     def _leave(self) -> None:
         with self._lock:
@@ -158,7 +158,7 @@ class NVMLLibrary:
             self._shut_down(pynvml)
             raise failure from error
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         loaded, self._loaded = self._loaded, None
         self._is_stale = False
         if loaded is not None:
@@ -168,7 +168,7 @@ class NVMLLibrary:
         try:
             pynvml.nvmlShutdown()
         except pynvml.NVMLError:
-            # pynvml then goes on counting us among those who have the library initialized.
+            # pynvml still counts us as a user of the library.
             with pynvml.libLoadLock:
                 count = vars(pynvml).get("_nvmlLib_refcount")
                 if count:
@@ -179,11 +179,11 @@ class NVMLLibrary:
         with self._lock, pynvml.libLoadLock:
             others_are_inside = bool(self._inside - {self})
             library = pynvml.nvmlLib
-            # What is not there under this name in another version is not touched, and the library stays loaded.
+            # If another version of pynvml lacks these names, leave the library loaded.
             count, cache = (vars(pynvml).get(name) for name in ("_nvmlLib_refcount", "_nvmlGetFunctionPointer_cache"))
             if library is None or others_are_inside or count != 0 or cache is None:
                 return
             pynvml.nvmlLib = None
             cache.clear()
-            # ctypes never closes what it opened, and a library still open is not looked for on disk again.
+            # ctypes never closes a library, and an open library is not looked up on disk again.
             _ctypes.dlclose(vars(library)["_handle"])

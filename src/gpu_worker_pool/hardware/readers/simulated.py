@@ -1,4 +1,4 @@
-"""Simulated GPUs, for trying things out without hardware: idle unless somebody holds them, or a script is asked for."""
+"""Simulates GPUs without hardware: idle unless they are held, or a script of outside programs is enabled."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 DEFAULT_COUNT: Final = 4
 MOST: Final = 10_000
 MEMORY_TOTAL_MB: Final = 24_576
-#: A real program loads its model some time after it was given the GPU: until then the card looks idle.
+#: A real program needs some time to load its model: until then its GPU looks idle.
 LOADING_SECONDS: Final = 0.2
-#: What a holder that declared nothing takes.
+#: Memory of a holder that declared none.
 DEFAULT_LOAD_MB: Final = 18_000.0
-#: How long one line of the script lasts.
+#: How long one step of the script lasts.
 SCRIPT_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHost:
-    """What `simulated[:N][,seed=S][,linger=SECONDS]` says."""
+    """The parsed form of `simulated[:N][,seed=S][,linger=SECONDS]`."""
 
     count: int = DEFAULT_COUNT
-    #: Of the script of outsiders' programs that come and go; None for no outsiders.
+    #: The seed of the script of outside programs; None for no such programs.
     seed: int | None = None
     #: How long memory stays in use after its holder has ended.
     linger_seconds: float = 0.0
@@ -49,18 +49,18 @@ class SimulatedHost:
 
     @property
     def name(self) -> str:
-        """Two processes that simulate the same host share its readings; others do not."""
+        """Processes that simulate the same host share its samples."""
         seed = "" if self.seed is None else f"-seed{self.seed}"
         return f"simulated-{self.count}{seed}" + (f"-linger{self.linger_seconds:g}" if self.linger_seconds else "")
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """Somebody who was given a simulated GPU, and so puts load on it."""
+class SimulatedHolder:
+    """The holder of a simulated GPU, which causes load on it."""
 
     uuid: str
     since: float
-    #: When it gave the GPU back; None while it has it. Those that ended long ago need not be told of.
+    #: When it released the GPU; None while it holds it. Holders that ended long ago may be left out.
     until: float | None = None
     memory_mb: float | None = None
     pid: int = 1
@@ -72,9 +72,9 @@ def simulated_uuid(index: int) -> str:
 
 
 class SimulatedReader:
-    """Everything it tells follows from the time and the holders, so that it is the same in every process.
+    """Its readings follow from the time and the holders, so that they are the same in every process.
 
-    `clock` must be the one that `Holder.since` is of.
+    `clock` must be the clock of `SimulatedHolder.since`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SimulatedReader:
         host: SimulatedHost,
         *,
         clock: Callable[[], float],
-        holders: Callable[[], Iterable[Holder]] = tuple,
+        holders: Callable[[], Iterable[SimulatedHolder]] = tuple,
     ) -> None:
         self._host = host
         self._clock = clock
@@ -90,7 +90,7 @@ class SimulatedReader:
 
     def read(self) -> DriverAnswer:
         now = self._clock()
-        by_gpu: dict[str, list[Holder]] = {}
+        by_gpu: dict[str, list[SimulatedHolder]] = {}
         for holder in self._holders():
             by_gpu.setdefault(holder.uuid, []).append(holder)
         gpus = tuple(self._gpu(index, by_gpu.get(simulated_uuid(index), ()), now) for index in range(self._host.count))
@@ -102,7 +102,7 @@ class SimulatedReader:
     def close(self) -> None:
         pass
 
-    def _gpu(self, index: int, holders: Iterable[Holder], now: float) -> GPUReading:
+    def _gpu(self, index: int, holders: Iterable[SimulatedHolder], now: float) -> GPUReading:
         processes = self._outsiders(index, now)
         lingering_mb = 0.0
         for holder in holders:
@@ -131,10 +131,10 @@ class SimulatedReader:
         )
 
     def _outsiders(self, index: int, now: float) -> list[ProcessReading]:
-        """The script: programs that nobody was asked about, of its seed and the time alone."""
+        """The script: outside programs, determined by the seed and the time."""
         if self._host.seed is None:
             return []
-        line = random.Random(f"{self._host.seed}:{index}:{now // SCRIPT_SECONDS}")  # noqa: S311  # a script, no secret
+        line = random.Random(f"{self._host.seed}:{index}:{now // SCRIPT_SECONDS}")  # noqa: S311  # not a secret
         if line.random() >= 0.3:
             return []
         return [ProcessReading(40_000 + index, name="outsider", memory_used_mb=float(line.randrange(2_000, 20_000)))]

@@ -1,4 +1,4 @@
-"""Runs one program for its output: never two at a time, never for longer than promised, whatever it leaves behind."""
+"""Runs nvidia-smi for its output: one process at a time, and never beyond the deadline."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _LARGEST_OUTPUT_BYTES: Final = 8 * 1024 * 1024
-#: How long what has left the tool's hands may take to arrive, where somebody else keeps its pipe open.
+#: Time for remaining output after the exit, if a child of the tool keeps the pipe open.
 _GRACE_AFTER_EXIT_SECONDS: Final = 0.1
-#: SIGKILL works at once, or waits for a driver that will not answer.
+#: SIGKILL works at once, or never if the driver hangs.
 _GRACE_AFTER_KILL_SECONDS: Final = 0.5
 _LOOK_AGAIN_SECONDS: Final = 0.02
 
@@ -35,12 +35,12 @@ class ToolOutput:
 
     @property
     def everything(self) -> str:
-        """Complaints are printed on either, depending on the version."""
+        """Errors are on stdout or stderr, depending on the version."""
         return f"{self.stdout}\n{self.stderr}"
 
 
 class Tool:
-    """Runs one program, one process at a time: one that cannot be killed is not joined by a second."""
+    """Starts no second process while one cannot be killed."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Tool:
         process = self._running = self._start(arguments)
         try:
             if self._is_interrupted:
-                raise DriverError("nvidia-smi is not waited for: reading is over.", code="interrupted")
+                raise DriverError("nvidia-smi was not awaited: the reader is stopping.", code="interrupted")
             try:
                 written = _collect(process, deadline)
             finally:
@@ -80,7 +80,7 @@ class Tool:
         return ToolOutput(process.returncode, *written)
 
     def interrupt(self) -> None:
-        """From another thread: nobody waits for the tool any more."""
+        """Called from another thread."""
         self._is_interrupted = True
         process = self._running
         if process is not None and process.returncode is None:
@@ -89,10 +89,10 @@ class Tool:
 
     def _hangs(self) -> DriverError:
         message = f"nvidia-smi did not answer within {self._timeout_seconds:g} s and was stopped: look for Xid errors"
-        message += " in the kernel's log, and restart the host if it goes on."
+        message += " in the kernel log, and restart the host if it happens again."
         if self._unkillable is not None:
             message = f"nvidia-smi (pid {self._unkillable.pid}) did not answer within {self._timeout_seconds:g} s and"
-            message += " cannot be killed, so no other is started: the driver hangs, restart the host."
+            message += " cannot be killed, so no other is started: the driver hangs; restart the host."
         return DriverError(message, code="driver_hangs")
 
     def _start(self, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -111,10 +111,10 @@ class Tool:
             if error.errno == errno.EACCES:
                 raise _may_not_execute(path) from error
             reason = error.strerror or type(error).__name__
-            raise DriverError(f"{path} cannot be run ({reason}): install the one of this host's driver.") from error
+            raise DriverError(f"{path} cannot be run ({reason}): install the version of this host's driver.") from error
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Also what the process left behind: until it is reaped here, its group's number is nobody else's."""
+        """Kill its whole group: until the process is reaped here, its group id is not reused."""
         with suppress(ProcessLookupError, PermissionError):
             self._kill_group(process.pid, signal.SIGKILL)
         for pipe in (process.stdout, process.stderr):
@@ -124,7 +124,7 @@ class Tool:
             process.wait(_GRACE_AFTER_KILL_SECONDS)
         except subprocess.TimeoutExpired:
             self._unkillable = process
-            # Whenever it ends it is reaped, whether or not anybody reads again.
+            # Reap it when it ends, even without another read.
             threading.Thread(target=process.wait, name=f"reap nvidia-smi {process.pid}", daemon=True).start()
 
 
@@ -147,16 +147,16 @@ def find_tool(command: str, environment: Mapping[str, str]) -> str:
 def _is_file(path: str) -> bool:
     try:
         return Path(path).is_file()
-    except OSError:  # a folder on PATH that this user may not enter
+    except OSError:  # a folder that this user may not enter
         return False
 
 
 def _may_not_execute(path: str) -> DriverError:
-    return DriverError(f"{path} may not be executed: give this user permission to.", code="permission_denied")
+    return DriverError(f"{path} is not executable for this user: change its permissions.", code="permission_denied")
 
 
 def _collect(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str] | None:
-    """What the process wrote until it exited; None where that is too much; raises TimeoutError at the deadline."""
+    """Its output; None if it is too long; raises TimeoutError at the deadline."""
     assert process.stdout is not None
     assert process.stderr is not None
     stdout, stderr = bytearray(), bytearray()
@@ -168,7 +168,7 @@ def _collect(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, st
         while selector.get_map() or not has_exited:
             if not has_exited and _has_exited(process.pid):
                 has_exited = True
-                # A child of its own may hold the pipes open for ever.
+                # A child of the tool may keep the pipes open forever.
                 give_up_at = time.monotonic() + _GRACE_AFTER_EXIT_SECONDS
             if time.monotonic() >= give_up_at:
                 if not has_exited:
@@ -188,8 +188,8 @@ def _collect(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, st
 
 
 def _has_exited(pid: int) -> bool:
-    """Looks without reaping."""
+    """Does not reap it."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # the program around us ignores SIGCHLD
+    except ChildProcessError:  # our program ignores SIGCHLD
         return True

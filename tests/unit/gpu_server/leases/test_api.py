@@ -19,7 +19,7 @@ from gpu_worker_pool.gpu_server import ServerSettings, connected
 from gpu_worker_pool.gpu_server.leases.api import LeaseAPI
 from gpu_worker_pool.gpu_server.security import Authenticator
 from gpu_worker_pool.gpu_server.view import HostView
-from gpu_worker_pool.hardware.sampler import Seen
+from gpu_worker_pool.hardware.sampler import LatestSamples
 from gpu_worker_pool.ledger import Tell
 from gpu_worker_pool.ledger.memory import MemoryLedger
 from gpu_worker_pool.testing import FakeClock, gpu, snapshot
@@ -96,7 +96,7 @@ def broker() -> Desk:
 @pytest.fixture
 def api(broker: Desk, monkeypatch: pytest.MonkeyPatch) -> LeaseAPI:
     monkeypatch.setattr(connected, "WATCH_AFTER_SECONDS", 0.0)
-    return LeaseAPI(broker, Authenticator(ServerSettings()), HostView(Seen))  # type: ignore[arg-type]  # all that is needed
+    return LeaseAPI(broker, Authenticator(ServerSettings()), HostView(LatestSamples))  # type: ignore[arg-type]  # all that is needed
 
 
 async def settle() -> None:
@@ -174,7 +174,7 @@ async def test_an_old_connection_that_breaks_leaves_the_new_one_listening(monkey
     await ledger.submit(snapshot([gpu(0)], at=clock.now()))
     holder = await broker.acquire(Request("holder", owner="me", ttl_seconds=60.0), wait_seconds=0)
     assert isinstance(holder, Lease)
-    api = LeaseAPI(broker, Authenticator(ServerSettings()), HostView(Seen))
+    api = LeaseAPI(broker, Authenticator(ServerSettings()), HostView(LatestSamples))
     old = Call(api)
     await until(lambda: "r" in broker.waiting)
     new, asked_by_old = Call(api), broker.waiting["r"].poll_id
