@@ -604,6 +604,13 @@ def test_a_key_given_twice_is_found_however_it_is_spaced(blank: str, is_first_bl
     assert gpu.fault is not None
 
 
+def test_a_key_given_twice_is_found_behind_an_escaped_colon() -> None:
+    row = r'{"gpu_id": 0, "name": "\u003a", "memory_usage_percent": 1, "utilization_percent": 9, "utilization_percent": 0}'
+    (gpu,) = decode_summary(f'{{"gpu_count": 1, "gpus_summary": [{row}], "timestamp": ""}}'.encode()).stats.gpus_summary
+    assert gpu.utilization_percent is None
+    assert gpu.fault is not None
+
+
 _VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(-5, 200), st.floats(-5, 200), st.sampled_from(["A", "GPU-1", "a b", ""])
 )
