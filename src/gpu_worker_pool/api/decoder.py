@@ -407,8 +407,14 @@ def read_lease_row(value: object) -> LeaseRow:
     return LeaseRow(row["lease_id"], row["request_id"], row["fence"], row["state"], gpus)
 
 
-def decode_lease(body: bytes) -> LeaseRow:
-    return read_lease_row(parse_json(body))
+def decode_lease(body: bytes, request_id: str, count: int) -> LeaseRow:
+    """The lease that this request was granted."""
+    row = read_lease_row(parse_json(body))
+    if row.request_id != request_id:
+        raise ServiceRetryableError("the lease is that of another request")
+    if len(row.gpus) != count:
+        raise ServiceRetryableError(f"the lease must have {count} GPUs, not {len(row.gpus)}")
+    return row
 
 
 def decode_queue_position(body: bytes) -> QueuePosition:

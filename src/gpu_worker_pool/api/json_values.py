@@ -59,23 +59,11 @@ def matching(pattern: re.Pattern[str]) -> Reader:
 
 def flag(default: bool) -> Reader:
     """The one value that may be left out, but not be null."""
-    read = _reader(lambda value: value is True or value is False, null_is_known=False)
-
-    def read_flag(value: object, name: str, problems: list[str]) -> bool:
-        found = read(value, name, problems)
-        return default if found is None else found
-
-    return read_flag
+    return _reader(lambda value: value is True or value is False, default=default, null_is_known=False)
 
 
 def text(longest: int = LONGEST_SENTENCE, default: str | None = None) -> Reader:
-    read = _reader(lambda value: isinstance(value, str))
-
-    def read_text(value: object, name: str, problems: list[str]) -> str | None:
-        found = read(value, name, problems)
-        return default if found is None else cleaned(found, longest)
-
-    return read_text
+    return _reader(lambda value: isinstance(value, str), lambda value: cleaned(value, longest), default)
 
 
 def record(fields: Mapping[str, Reader], key: str | None = None) -> Reader:
@@ -109,14 +97,20 @@ def listed(reader: Reader, most: int, default: Callable[[], list[Any] | None] = 
     return read_list
 
 
-def _reader(is_good: Callable[[Any], bool], *, null_is_known: bool = True) -> Reader:
+def _reader(
+    is_good: Callable[[Any], bool],
+    convert: Callable[[Any], Any] | None = None,
+    default: object = None,
+    *,
+    null_is_known: bool = True,
+) -> Reader:
     def read(value: object, name: str, problems: list[str]) -> Any:
         if value is MISSING or (value is None and null_is_known):
-            return None
+            return default
         if is_good(value):
-            return value
+            return value if convert is None else convert(value)
         problems.append(f"{name} is {shown(value)}")
-        return None
+        return default
 
     return read
 

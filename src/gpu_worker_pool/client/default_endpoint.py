@@ -27,7 +27,7 @@ class StatsClientWithURL(Protocol):
 
 
 class FirstThatAnswers:
-    """Tries one client after the other until one gets an answer, then uses only that one; calls `chosen` with its URL."""
+    """Tries one client after the other until one gets an answer, then uses only that one; `chosen` gets its URL."""
 
     def __init__(self, clients: Sequence[StatsClientWithURL], chosen: Callable[[str], object]) -> None:
         self._clients = tuple(clients)
