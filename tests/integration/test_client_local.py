@@ -329,4 +329,4 @@ def test_a_variable_that_combines_it_is_told_and_the_rest_used(caplog: pytest.Lo
 async def test_a_bad_backend_is_told(environ: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     async with GPUWorkerPoolClient("local://", environ=environ | {"GPU_BACKEND": "abacus"}):
-        assert "GPU_BACKEND is 'abacus'" in caplog.text
+        assert "GPU_BACKEND must be auto, nvml, nvidia-smi or simulated:N, not 'abacus'" in caplog.text

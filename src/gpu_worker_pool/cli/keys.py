@@ -8,19 +8,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from gpu_worker_pool.environment import Environment, parse_bool
+
 if TYPE_CHECKING:
-    from gpu_worker_pool.leases.values import LeaseAsk
+    from gpu_worker_pool.core.events import Request
 
 #: Older tokens belong to leases that were never released, as after a crash: a holder refreshes its token.
 _OLD_SECONDS: Final = 7 * 24 * 3600.0
 
 
-def allows_insecure_key() -> bool:
-    return os.environ.get("GPU_POOL_ALLOW_INSECURE_KEY", "").strip().lower() in ("1", "true", "yes", "on")
+def allows_insecure_key(environment: Environment | None = None) -> bool:
+    return (environment or Environment()).get("GPU_POOL_ALLOW_INSECURE_KEY", default=False, parse=parse_bool)
 
 
 def admin_key() -> str | None:
-    return os.environ.get("GPU_POOL_ADMIN_KEY", "").strip() or None
+    return Environment().text("GPU_POOL_ADMIN_KEY") or None
 
 
 class Tokens:
@@ -36,22 +38,22 @@ class Tokens:
 
     # A lease can be held without a stored token, so failures here are ignored.
 
-    def keep(self, ask: LeaseAsk) -> None:
+    def remember(self, request: Request) -> None:
         with suppress(OSError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(self._path(ask.request_id), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            descriptor = os.open(self._path(request.request_id), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "w") as file:
-                file.write(ask.token)
+                file.write(request.owner)
             self._forget_old()
 
-    def refresh(self, ask: LeaseAsk) -> None:
+    def refresh(self, request: Request) -> None:
         """Mark it as still needed."""
         with suppress(OSError):
-            os.utime(self._path(ask.request_id))
+            os.utime(self._path(request.request_id))
 
-    def forget(self, ask: LeaseAsk) -> None:
+    def forget(self, request: Request) -> None:
         with suppress(OSError):
-            self._path(ask.request_id).unlink()
+            self._path(request.request_id).unlink()
 
     def of(self, request_id: str) -> str | None:
         try:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.api.client import APIClient, requirements_body
 from gpu_worker_pool.api.decoder import QueuePosition
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.leases.lifetime import LeaseLife
-from gpu_worker_pool.leases.values import HeldLease, LeasedGPU, StillWaiting
+from gpu_worker_pool.leases.lease import HeldLease
+from gpu_worker_pool.leases.service import LeasedGPU, StillWaiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import aiohttp
 
-    from gpu_worker_pool.leases.values import LeaseAsk
+    from gpu_worker_pool.core.events import Request
 
 
 class HTTPLeaseService:
-    """`session` returns the session of the event loop in use, which is shared with others and not closed here."""
+    """`session` returns the session of the event loop in use, which is shared with others and not closed here.
+
+    A request's `owner` is the token that renewing, releasing and cancelling need.
+    """
+
+    longest_silence_seconds = math.inf
 
     def __init__(
         self,
@@ -41,29 +47,34 @@ class HTTPLeaseService:
     def __repr__(self) -> str:
         return f"<HTTPLeaseService {self.endpoint_id} {self._api.url}>"
 
-    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
+    async def acquire(self, request: Request, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
         sent_at = self._now()
-        found = await self._api.acquire(_body_of(ask), ask.token, wait_seconds=wait_seconds, may_reserve=may_reserve)
+        found = await self._api.acquire(
+            _body_of(request), request.owner, wait_seconds=wait_seconds, may_reserve=may_reserve
+        )
         if isinstance(found, QueuePosition):
             return StillWaiting(*found)
         gpus = tuple(LeasedGPU(*gpu) for gpu in found.gpus)
-        life = LeaseLife(ask.ttl_seconds, sent_at, self._now)
-        return HeldLease(self.endpoint_id, found.lease_id, found.fence, gpus, ask, life)
+        return HeldLease(self, request, found.lease_id, found.fence, gpus, sent_at, now=self._now)
 
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
-        await self._api.renew(lease.lease_id, lease.ask.token, timeout_seconds=timeout_seconds)
+        await self._api.renew(lease.lease_id, lease.request.owner, timeout_seconds=timeout_seconds)
 
     async def release(self, lease: HeldLease) -> None:
-        await self._api.release(lease.lease_id, lease.ask.token)
+        await self._api.release(lease.lease_id, lease.request.owner)
 
-    async def cancel(self, ask: LeaseAsk) -> None:
-        await self._api.cancel(ask.request_id, ask.token)
+    async def cancel(self, request: Request) -> None:
+        await self._api.cancel(request.request_id, request.owner)
+
+    async def rest(self) -> None:
+        pass
 
     async def close(self) -> None:
         pass
 
 
-def _body_of(ask: LeaseAsk) -> dict[str, Any]:
+def _body_of(request: Request) -> dict[str, Any]:
     """The request: the same every time it is sent."""
-    body = {"request_id": ask.request_id, "worker_id": ask.worker_id, "ttl_seconds": ask.ttl_seconds}
-    return body | requirements_body(ask.requirements) | ({} if ask.label is None else {"label": ask.label})
+    body = {"request_id": request.request_id, "worker_id": request.worker_id, "ttl_seconds": request.ttl_seconds}
+    label = {} if request.label is None else {"label": request.label}
+    return body | requirements_body(request.requirements) | label

@@ -12,7 +12,6 @@ from gpu_worker_pool.api.lease_rows import explanation_body, lease_row, promise,
 from gpu_worker_pool.broker.local import LocalBroker
 from gpu_worker_pool.cli.endpoints import local_backend
 from gpu_worker_pool.cli.local_state import local_state_directory
-from gpu_worker_pool.cli.visible import within_visible_devices
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.errors import (
@@ -22,7 +21,9 @@ from gpu_worker_pool.errors import (
     ServiceRefusedError,
     UnknownLeaseError,
 )
+from gpu_worker_pool.hardware.leasable import within_visible
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
+from gpu_worker_pool.hardware.visibility import VisibilityFilter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
@@ -100,7 +101,7 @@ class LocalHost:
     async def explain_requirements(self, requirements: Requirements) -> Body:
         sample = await self._sample()
         assert isinstance(sample.answer, DriverAnswer)
-        requirements = within_visible_devices(requirements, sample.answer.gpus)
+        requirements = within_visible(requirements, sample.answer.gpus, _visible_devices())
         broker = self._host.broker
         explanation = await _in_time(broker.explain_requirements(requirements))
         return explanation_body("", explanation, broker.index_of)
@@ -169,3 +170,8 @@ def _check_ours(request: Request, what: str) -> None:
         return
     whose = "another user's" if request.account.startswith("user:") else "that of a program that asked a server for it"
     raise NotYourLeaseError(f"{what} is {whose}: ask them ({request.worker_id or 'unnamed'}), or root")
+
+
+def _visible_devices() -> VisibilityFilter:
+    # Inside a lease that variable says what was leased.
+    return VisibilityFilter(None if os.environ.get("GPU_POOL_LEASE_ID") else os.environ.get("CUDA_VISIBLE_DEVICES"))
