@@ -73,7 +73,7 @@ class Fetched:
     took_seconds: float
 
 
-class Home(NamedTuple):
+class ServerHome(NamedTuple):
     #: None if the server lists none: an older one, or not one of ours.
     features: frozenset[str] | None
     #: The server's clock, as an HTTP date.
@@ -121,9 +121,9 @@ class APIClient:
         decoded = await self._decoded(reply, decoder.decode_summary)
         return Fetched(decoded.stats, decoded.problems, sent_at, took_seconds)
 
-    async def home(self) -> Home:
+    async def home(self) -> ServerHome:
         reply = await self._send("GET", "/")
-        return Home(await self._decoded(reply, decoder.decode_features), reply.headers.get("Date"))
+        return ServerHome(await self._decoded(reply, decoder.decode_features), reply.headers.get("Date"))
 
     async def features(self) -> frozenset[str] | None:
         """What the server offers beyond statistics; None if it does not say, as older ones do."""

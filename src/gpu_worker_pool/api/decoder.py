@@ -34,7 +34,7 @@ from gpu_worker_pool.models import GPUInfo, GPUStats
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpu_worker_pool.api.json_values import Reader
+    from gpu_worker_pool.api.json_values import FieldReader
 
     Body = dict[str, Any]
 
@@ -227,7 +227,7 @@ _TEXT: Final = text()
 _NAME: Final = text(_LONGEST_NAME, "")
 _REASONS: Final = listed(text(1000), MOST_REASONS, list)
 #: By the name that `_row` knows them by.
-_READERS: Final[dict[str, Reader]] = {
+_READERS: Final[dict[str, FieldReader]] = {
     "text": _TEXT,
     "name": _NAME,
     "sentence": text(2000, ""),
@@ -244,13 +244,13 @@ _READERS: Final[dict[str, Reader]] = {
 }
 
 
-def _row(fields: str, key: str | None = None) -> Reader:
+def _row(fields: str, key: str | None = None) -> FieldReader:
     """A record of `name:reader` fields, in the order in which the server sends them."""
     pairs = [field.split(":") for field in fields.split()]
     return record({name: _READERS[reader] for name, reader in pairs}, key)
 
 
-def _rows(fields: str, key: str | None = None, most: int = _MOST_ROWS) -> Reader:
+def _rows(fields: str, key: str | None = None, most: int = _MOST_ROWS) -> FieldReader:
     return listed(_row(fields, key), most, list)
 
 
@@ -308,7 +308,7 @@ _READERS["gpu_histories"] = _rows("gpu_id:gpu_id uuid:text readings:readings")
 _HEALTH: Final = _row("status:text error:text gpu_count:number backend:text driver_version:text")
 
 
-def _decoder(reader: Reader, name: str) -> Callable[[bytes], Body]:
+def _decoder(reader: FieldReader, name: str) -> Callable[[bytes], Body]:
     """`name`: the list that the reply must have."""
 
     def decode(body: bytes) -> Body:
