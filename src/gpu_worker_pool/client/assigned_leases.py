@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.leases.lease import HeldLease
     from gpu_worker_pool.models import GPUAssignment
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("gpu_worker_pool.leases.assigned")
 
 #: How many lost leases are remembered for workers that release them late.
 REMEMBERED_LOSSES = 1000

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.leases.service import LeaseService
     from gpu_worker_pool.models import GPUAssignment, GPUStats, PoolStatus
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("gpu_worker_pool.coordination")
 
 NOT_ONE_OF_SEVERAL = "local:// cannot be one of several: give it alone, as service_endpoint, or name a server's URL"
 #: What a server lists among its features that gives leases to whoever asks.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.api.http_client import Fetched
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("gpu_worker_pool.default_endpoint")
 
 #: The documents disagree: the client's default is port 8080, the server's is 8000.
 SERVER_DEFAULT = EndpointConfig("localhost_8000", "http://localhost:8000")

@@ -127,7 +127,9 @@ class LeasePool:
     def offered(self, endpoint_id: str, make_service: Callable[[LeaseThread], LeaseService]) -> None:
         """An endpoint gives leases; from now on nothing else assigns its GPUs."""
         thread, self._has_given_leases = self.start_thread(), True
-        self._endpoints[endpoint_id] = thread.engine.endpoint(make_service(thread))
+        service = make_service(thread)
+        thread.close_with(service.close)
+        self._endpoints[endpoint_id] = thread.engine.endpoint(service)
         self._refused.pop(endpoint_id, None)
         for acquisition, waiter in self._acquisitions.items():
             self._join(acquisition, endpoint_id, waiter.request)

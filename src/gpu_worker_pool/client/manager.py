@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StaleAssignmentError", "WorkerPoolManager", "WorkerTimeoutError"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("gpu_worker_pool.worker_pool_manager")
 
 REMEMBERED_OUTCOMES = 1000
 

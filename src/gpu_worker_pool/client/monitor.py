@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.client.endpoints import Endpoint
     from gpu_worker_pool.models import GPUStats
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("gpu_worker_pool.gpu_monitor")
 
 #: Time until all GPUs of an endpoint that came back are in the pool again.
 RETURN_SECONDS = 10.0

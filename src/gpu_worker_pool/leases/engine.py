@@ -72,7 +72,6 @@ class LeaseEngine:
         #: First come, first served: one acquisition after the other sends its first polls.
         self.turn = asyncio.Lock()
         self._polls = Polls.of_a_process()
-        self._services: list[LeaseService] = []
         #: Who renews each lease, by request id: servers number their leases alike.
         self._held: dict[str, tuple[HeldLease, asyncio.Task[None]]] = {}
         #: What a stop waits for: requests under way, requests withdrawn, leases given back.
@@ -82,8 +81,7 @@ class LeaseEngine:
         self._is_closing = False
 
     def endpoint(self, service: LeaseService) -> LeaseEndpoint:
-        """What all requests at this service share; it is closed with the engine."""
-        self._services.append(service)
+        """What all requests at this service share."""
         return LeaseEndpoint(service, self._polls)
 
     def work_on(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -229,7 +227,7 @@ class LeaseEngine:
     # --- the end ---
 
     async def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
-        """Give back every lease, withdraw what is withdrawn, and close the services."""
+        """Give back every lease, and withdraw what is withdrawn. Services are closed by their owner."""
         for task in self._attempts:
             task.cancel()
         try:
@@ -247,11 +245,6 @@ class LeaseEngine:
                 task.cancel()
             if left:
                 _, left = await asyncio.wait(left, timeout=LAST_WORD_SECONDS)
-        for service in self._services:
-            try:
-                await service.close()
-            except Exception as error:
-                logger.debug("closing %s failed: %s", service.endpoint_id, error)
 
     async def _give_back_everything(self) -> None:
         leases = [lease for lease, _ in self._held.values()]

@@ -222,7 +222,7 @@ def test_a_stop_gives_everything_back(caplog: pytest.LogCaptureFixture) -> None:
     thread = LeaseThread(lost.append)
     thread.start()
     service = FakeLeaseService()
-    thread.engine.endpoint(service)
+    thread.close_with(service.close)
     leases = [hold(thread, service) for _ in range(3)]
     thread.want_stop().result(timeout=10)
     thread.join()
@@ -313,4 +313,4 @@ def test_threads_and_sockets_end_with_it() -> None:
         thread.join()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
-    assert logging.getLogger("gpu_worker_pool.client.lease_thread").level == logging.NOTSET
+    assert logging.getLogger("gpu_worker_pool.leases.keeper").level == logging.NOTSET

@@ -157,7 +157,9 @@ class _LeaseProgram:
             return None
 
     def _report(self, request: EndpointRequest) -> None:
-        if request.trouble is not None:
+        if self._spec.patience.is_no_wait:
+            self._summary = next(iter(request.waiting.reasons), "") if request.waiting is not None else self._summary
+        elif request.trouble is not None:
             self._channel.send("trouble", endpoint=request.name, text=str(request.trouble))
         elif request.waiting is not None and request.lease is None and request.error is None:
             summary, *reasons = request.waiting.reasons or ("waiting",)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.api.http_client import make_session
 from gpu_worker_pool.cli.keys import Tokens, allows_insecure_key
 from gpu_worker_pool.cli.views.http_host import HTTPHost
 from gpu_worker_pool.environment import Environment
+from gpu_worker_pool.errors import GPUWorkerPoolError
 from gpu_worker_pool.leases.http import HTTPLeaseService
 from gpu_worker_pool.leases.inherited import InheritedLease
-from gpu_worker_pool.leases.lease import HeldLease
 from gpu_worker_pool.leases.service import LeasedGPU
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     import aiohttp
 
     from gpu_worker_pool.config import EndpointConfig, MultiEndpointConfigurationManager
     from gpu_worker_pool.core.events import Request
+    from gpu_worker_pool.leases.lease import HeldLease
     from gpu_worker_pool.leases.service import LeaseService, StillWaiting
 
 _sessions: list[aiohttp.ClientSession] = []
@@ -48,48 +52,48 @@ class RememberedLeases:
         self._inherited_lease_id = inherited_lease_id
         self._inherited: InheritedLease | None = None
         self._tokens = tokens
-        #: The one request whose token is remembered; an earlier one has ended.
-        self._remembered: Request | None = None
-        #: It was granted and not released: its owner may still want to end it.
-        self._is_held = False
 
     async def acquire(self, request: Request, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
         if (inherited := await self._inherit()) is not None:
             return await inherited.take(request, wait_seconds)
-        if self._remembered is None or self._remembered.request_id != request.request_id:
-            self._forget()
-            self._remembered = request
+        if self._tokens.of(request.request_id) is None:
             self._tokens.remember(request)
-        answer = await self._service.acquire(request, wait_seconds=wait_seconds, may_reserve=may_reserve)
-        self._is_held = isinstance(answer, HeldLease)
-        return answer
+        async with self._forgetting(request):
+            return await self._service.acquire(request, wait_seconds=wait_seconds, may_reserve=may_reserve)
 
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
         if lease.is_inherited:
             return  # a `gpu-pool` around this one renews it
-        await self._service.renew(lease, timeout_seconds=timeout_seconds)
+        async with self._forgetting(lease.request):
+            await self._service.renew(lease, timeout_seconds=timeout_seconds)
         self._tokens.refresh(lease.request)
 
     async def release(self, lease: HeldLease) -> None:
         if not lease.is_inherited:
-            await self._service.release(lease)
-            self._is_held = False
+            async with self._forgetting(lease.request):
+                await self._service.release(lease)
+            self._tokens.forget(lease.request)
 
     async def cancel(self, request: Request) -> None:
-        await self._service.cancel(request)
+        async with self._forgetting(request):
+            await self._service.cancel(request)
+        self._tokens.forget(request)
+
+    @asynccontextmanager
+    async def _forgetting(self, request: Request) -> AsyncIterator[None]:
+        """Forget the token once the server says that there is nothing left to end."""
+        try:
+            yield
+        except GPUWorkerPoolError as error:
+            if not error.retryable:
+                self._tokens.forget(request)
+            raise
 
     async def rest(self) -> None:
         pass
 
     async def close(self) -> None:
-        if not self._is_held:
-            self._forget()
         await self._service.close()
-
-    def _forget(self) -> None:
-        if self._remembered is not None:
-            self._tokens.forget(self._remembered)
-            self._remembered = None
 
     async def _inherit(self) -> InheritedLease | None:
         """A program that runs inside a lease has it already, and must not wait for itself."""
