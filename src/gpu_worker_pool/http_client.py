@@ -1,8 +1,7 @@
 """The documented import path of the HTTP clients; their code is in `api/`."""
 
-from gpu_worker_pool.api.http_client import (
-    AsyncGPUStatsHTTPClient,
-    MultiEndpointHTTPClientPool,
+from gpu_worker_pool.api.http_client import AsyncGPUStatsHTTPClient, MultiEndpointHTTPClientPool
+from gpu_worker_pool.errors import (
     NetworkRetryableError,
     RetryableError,
     ServiceRefusedError,

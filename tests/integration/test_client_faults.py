@@ -363,7 +363,7 @@ async def test_one_server_under_two_names_gives_each_gpu_once(liar: Liar, caplog
         assert len({assignment.gpu_uuids for assignment in granted}) == 2
         with pytest.raises(WorkerTimeoutError, match="it is the same GPU as one of"):
             await client.request_gpu(timeout=0.5)
-    assert caplog.text.count("shows the same GPUs as") == 1
+    assert caplog.text.count("lists the same GPUs as") == 1
 
 
 @pytest.mark.parametrize("mode", ["one", "many"])

@@ -45,9 +45,9 @@ from tests.fakes.http_server import (
 )
 from tests.waiting import eventually
 
-from gpu_worker_pool import errors
+from gpu_worker_pool import errors, http_client
 from gpu_worker_pool._version import __version__
-from gpu_worker_pool.api import decoder, http_client
+from gpu_worker_pool.api import decoder
 from gpu_worker_pool.api.decoder import DecodedSummary, decode_summary
 from gpu_worker_pool.api.http_client import AsyncGPUStatsHTTPClient, Fetched, MultiEndpointHTTPClientPool, make_session
 from gpu_worker_pool.api.json_values import LARGEST_BODY_BYTES

@@ -283,7 +283,7 @@ async def test_a_bug_of_whoever_is_told_does_not_look_like_health(caplog: pytest
     await bench.monitor.stop()
     assert not bench.endpoint.is_healthy
     assert bench.endpoint.last_error == "division by zero"
-    assert caplog.text.count("asking a failed") == 1
+    assert caplog.text.count("polling a failed") == 1
 
 
 # --- coming back ---

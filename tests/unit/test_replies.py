@@ -22,6 +22,7 @@ from gpu_worker_pool.api.decoder import (
     LeaseRow,
     QueuePosition,
     decode_explanation,
+    decode_lease,
     decode_leases,
     decode_problem,
     decode_queue,
@@ -604,6 +605,14 @@ def test_a_key_given_twice_is_found_however_it_is_spaced(blank: str, is_first_bl
     assert gpu.fault is not None
 
 
+def test_a_key_given_twice_is_found_behind_an_escaped_colon() -> None:
+    row = r'{"gpu_id": 0, "name": "\u003a", "memory_usage_percent": 1, "utilization_percent": 9,'
+    row += '"utilization_percent": 0}'
+    (gpu,) = decode_summary(f'{{"gpu_count": 1, "gpus_summary": [{row}], "timestamp": ""}}'.encode()).stats.gpus_summary
+    assert gpu.utilization_percent is None
+    assert gpu.fault is not None
+
+
 _VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(-5, 200), st.floats(-5, 200), st.sampled_from(["A", "GPU-1", "a b", ""])
 )
@@ -737,6 +746,15 @@ def test_what_cannot_be_a_lease_is_refused(wrong: dict[str, Any]) -> None:
 def test_what_is_no_object_is_no_lease(value: object) -> None:
     with pytest.raises(ServiceRetryableError, match="the lease cannot be used: lease_id is missing"):
         read_lease_row(value)
+
+
+def test_a_grant_must_be_that_of_the_request() -> None:
+    assert decode_lease(encoded(LEASE), "train-7", 1).fence == 4
+    with pytest.raises(ServiceRetryableError, match="that of another request"):
+        decode_lease(encoded(LEASE), "train-8", 1)
+    for gpus in ([], LEASE["gpus"] * 2):
+        with pytest.raises(ServiceRetryableError, match="the lease must have 1 GPUs"):
+            decode_lease(encoded(LEASE | {"gpus": gpus}), "train-7", 1)
 
 
 def test_a_position_in_the_queue() -> None:

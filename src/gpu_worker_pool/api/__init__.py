@@ -1,1 +1,1 @@
-"""The HTTP API of a GPU server, seen by those who call it: one typed client, its transport and its decoder."""
+"""Our HTTP API: the bodies of its routes, and the client with its transport and decoder."""

@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -47,6 +48,10 @@ T = TypeVar("T")
 _LARGE_BODY_BYTES: Final = 64 * 1024
 #: A release or a cancellation is not waited for as long as a slow reading.
 _SHORT_SECONDS: Final = 5.0
+_NO_SERVER: Final = "is this a GPU server, and is its API_PREFIX part of the configured URL?"
+_NO_LEASES: Final = (
+    "this server gives no leases: it is an older one, or not one of ours; restart clients that used its leases before"
+)
 
 #: By status and code, the errors that mean a lease is lost. Any other 4xx says nothing about the lease.
 _LOST: Final[dict[tuple[int, str], type[GPUWorkerPoolError]]] = {
@@ -68,7 +73,7 @@ class Fetched:
     took_seconds: float
 
 
-class Home(NamedTuple):
+class ServerHome(NamedTuple):
     #: None if the server lists none: an older one, or not one of ours.
     features: frozenset[str] | None
     #: The server's clock, as an HTTP date.
@@ -94,10 +99,9 @@ class APIClient:
         allow_insecure_key: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        under(url, "/")  # a `ValueError` for a URL that cannot be used
         self.url = url.rstrip("/")
         self.timeout_seconds = timeout_seconds
-        # Made once: this route is polled.
-        self._summary_url = under(url, "/gpu/summary")
         self._session = session
         self._most_bytes = most_bytes
         self._api_key = api_key
@@ -112,17 +116,14 @@ class APIClient:
 
     async def summary(self) -> Fetched:
         sent_at = self._now()
-        url = self._summary_url
-        reply = await exchange(
-            self._session(), "GET", url, timeout_seconds=self.timeout_seconds, most_bytes=self._most_bytes
-        )
+        reply = await self._send("GET", "/gpu/summary")
         took_seconds = self._now() - sent_at
-        decoded = await self._decoded("GET", "/gpu/summary", reply, decoder.decode_summary)
+        decoded = await self._decoded(reply, decoder.decode_summary)
         return Fetched(decoded.stats, decoded.problems, sent_at, took_seconds)
 
-    async def home(self) -> Home:
+    async def home(self) -> ServerHome:
         reply = await self._send("GET", "/")
-        return Home(await self._decoded("GET", "/", reply, decoder.decode_features), reply.headers.get("Date"))
+        return ServerHome(await self._decoded(reply, decoder.decode_features), reply.headers.get("Date"))
 
     async def features(self) -> frozenset[str] | None:
         """What the server offers beyond statistics; None if it does not say, as older ones do."""
@@ -158,9 +159,8 @@ class APIClient:
 
     async def explain_request(self, request_id: str) -> Body | None:
         """None if no such request waits."""
-        path = f"/queue/{quote(request_id, safe='')}"
-        reply = await self._send("GET", path)
-        return None if reply.status == 404 else await self._decoded("GET", path, reply, decoder.decode_explanation)
+        reply = await self._send("GET", f"/queue/{quote(request_id, safe='')}")
+        return None if reply.status == 404 else await self._decoded(reply, decoder.decode_explanation)
 
     async def explain_requirements(self, requirements: Requirements) -> Body:
         reply = await self._send("POST", "/explain", requirements_body(requirements))
@@ -169,7 +169,7 @@ class APIClient:
                 f"{self.url} cannot explain requirements: it is an older server; update it, or use --request ID",
                 status=reply.status,
             )
-        return await self._decoded("POST", "/explain", reply, decoder.decode_explanation)
+        return await self._decoded(reply, decoder.decode_explanation)
 
     # --- leases ---
 
@@ -180,18 +180,10 @@ class APIClient:
         body = request | {"wait_seconds": wait_seconds, "may_keep": may_reserve}
         reply = await self._change("POST", "/leases", token, self.timeout_seconds + wait_seconds, body)
         if reply.status in (200, 201):
-
-            def decode(body: bytes) -> LeaseRow:
-                row = decoder.decode_lease(body)
-                if row.request_id != request["request_id"]:
-                    raise ServiceRetryableError("the lease is that of another request")
-                if len(row.gpus) != request["count"]:
-                    raise ServiceRetryableError(f"the lease must have {request['count']} GPUs, not {len(row.gpus)}")
-                return row
-
-            return await self._decoded("POST", "/leases", reply, decode)
+            decode = partial(decoder.decode_lease, request_id=request["request_id"], count=request["count"])
+            return await self._decoded(reply, decode)
         if reply.status == 202:
-            return await self._decoded("POST", "/leases", reply, decoder.decode_queue_position)
+            return await self._decoded(reply, decoder.decode_queue_position)
         problem = decoder.decode_problem(reply.body)
         if reply.status == 422 or problem.error == "impossible":
             reasons = problem.reasons or (problem.detail or "the server refuses it as it is",)
@@ -202,38 +194,34 @@ class APIClient:
             raise RequestMismatchError(problem.detail or None)
         if problem.error == "too_many_waiting":
             raise TooManyWaitingError(problem.detail or None)
-        raise self._error("POST", "/leases", reply)
+        raise self._error(reply)
 
     async def renew(self, lease_id: str, token: str, *, timeout_seconds: float) -> None:
         path = f"/leases/{quote(lease_id, safe='')}/renew"
-        self._check_held("POST", path, await self._change("POST", path, token, timeout_seconds))
+        self._check_held(await self._change("POST", path, token, timeout_seconds))
 
     async def release(self, lease_id: str, token: str | None) -> None:
         path = f"/leases/{quote(lease_id, safe='')}"
-        self._check_held("DELETE", path, await self._change("DELETE", path, token, self._short_seconds))
+        self._check_held(await self._change("DELETE", path, token, min(self.timeout_seconds, _SHORT_SECONDS)))
 
     async def cancel(self, request_id: str, token: str | None) -> bool:
         """False if there is no such request."""
         path = f"/queue/{quote(request_id, safe='')}"
-        reply = await self._change("DELETE", path, token, self._short_seconds)
+        reply = await self._change("DELETE", path, token, min(self.timeout_seconds, _SHORT_SECONDS))
         if reply.status != 404:
-            self._check_held("DELETE", path, reply)
+            self._check_held(reply)
         return reply.status != 404
 
-    def _check_held(self, method: str, path: str, reply: HTTPReply) -> None:
+    def _check_held(self, reply: HTTPReply) -> None:
         if reply.status != 200:
             problem = decoder.decode_problem(reply.body)
             lost = _LOST.get((reply.status, problem.error))
-            raise self._error(method, path, reply) if lost is None else lost(problem.detail or None)
+            raise self._error(reply) if lost is None else lost(problem.detail or None)
 
     # --- requests and replies ---
 
-    @property
-    def _short_seconds(self) -> float:
-        return min(self.timeout_seconds, _SHORT_SECONDS)
-
     async def _get(self, path: str, decode: Callable[[bytes], T]) -> T:
-        return await self._decoded("GET", path, await self._send("GET", path), decode)
+        return await self._decoded(await self._send("GET", path), decode)
 
     async def _send(
         self,
@@ -279,26 +267,22 @@ class APIClient:
         assert self._api_key is not None  # else it is not sent
         return self._api_key
 
-    async def _decoded(self, method: str, path: str, reply: HTTPReply, decode: Callable[[bytes], T]) -> T:
+    async def _decoded(self, reply: HTTPReply, decode: Callable[[bytes], T]) -> T:
         if reply.status not in (200, 201, 202) or reply.body is None:
-            raise self._error(method, path, reply)
+            raise self._error(reply)
         try:
             if len(reply.body) < _LARGE_BODY_BYTES:
                 return decode(reply.body)
             return await asyncio.to_thread(decode, reply.body)
         except ServiceRetryableError as error:
-            raise bad_reply(method, under(self.url, path), str(error), reply.status) from None
+            raise bad_reply(reply.method, reply.url, str(error), reply.status) from None
 
-    def _error(self, method: str, path: str, reply: HTTPReply) -> ServiceRefusedError | ServiceRetryableError:
-        hint, is_lease_route = "", path.startswith(("/leases", "/queue"))
-        if reply.status in (404, 405):
-            hint = (
-                "this server gives no leases: it is an older one, or not one of ours; restart clients that used its "
-                "leases before"
-                if is_lease_route
-                else "is this a GPU server, and is its API_PREFIX part of the configured URL?"
-            )
-        error = status_error(method, under(self.url, path), reply, hint)
+    def _error(self, reply: HTTPReply) -> ServiceRefusedError | ServiceRetryableError:
+        is_lease_route = str(reply.url).startswith((f"{self.url}/leases", f"{self.url}/queue"))
+        hint = (
+            _NO_LEASES if is_lease_route else "is this a GPU server, and is its API_PREFIX part of the configured URL?"
+        )
+        error = status_error(reply, hint if reply.status in (404, 405) else "")
         if reply.status == 401 and is_lease_route and self._api_key is None:
             return ServiceRefusedError(f"{error}; give api_key= or set GPU_POOL_API_KEY", status=401)
         return error

@@ -7,13 +7,6 @@ from typing import TYPE_CHECKING
 
 from gpu_worker_pool.api.client import APIClient, Fetched
 from gpu_worker_pool.api.transport import make_session
-from gpu_worker_pool.errors import (
-    NetworkRetryableError,
-    RetryableError,
-    ServiceRefusedError,
-    ServiceRetryableError,
-    ServiceUnavailableError,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,17 +15,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.config import EndpointConfig
 
-__all__ = [
-    "AsyncGPUStatsHTTPClient",
-    "Fetched",
-    "MultiEndpointHTTPClientPool",
-    "NetworkRetryableError",
-    "RetryableError",
-    "ServiceRefusedError",
-    "ServiceRetryableError",
-    "ServiceUnavailableError",
-    "make_session",
-]
+__all__ = ["AsyncGPUStatsHTTPClient", "Fetched", "MultiEndpointHTTPClientPool", "make_session"]
 
 
 class AsyncGPUStatsHTTPClient(APIClient):

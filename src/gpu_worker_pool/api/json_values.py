@@ -25,7 +25,7 @@ UUID_PATTERN: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _MOST_VALUES: Final = 500_000
 
 #: Takes a value, its name, and the list of problems to which it adds a sentence if the value is bad.
-Reader = Callable[[object, str, list[str]], Any]
+FieldReader = Callable[[object, str, list[str]], Any]
 
 
 class _Marker:
@@ -45,40 +45,28 @@ _GIVEN_TWICE: Final = _Marker("given twice")
 # --- readers ---
 
 
-def number(largest: float = LARGEST_NUMBER, least: float = 0.0) -> Reader:
+def number(largest: float = LARGEST_NUMBER, least: float = 0.0) -> FieldReader:
     return _reader(lambda value: is_number(value, largest, least))
 
 
-def whole_number(largest: int = 2**53 - 1) -> Reader:
+def whole_number(largest: int = 2**53 - 1) -> FieldReader:
     return _reader(lambda value: type(value) is int and 0 <= value <= largest)
 
 
-def matching(pattern: re.Pattern[str]) -> Reader:
+def matching(pattern: re.Pattern[str]) -> FieldReader:
     return _reader(lambda value: isinstance(value, str) and pattern.fullmatch(value) is not None)
 
 
-def flag(default: bool) -> Reader:
+def flag(default: bool) -> FieldReader:
     """The one value that may be left out, but not be null."""
-    read = _reader(lambda value: value is True or value is False, null_is_known=False)
-
-    def read_flag(value: object, name: str, problems: list[str]) -> bool:
-        found = read(value, name, problems)
-        return default if found is None else found
-
-    return read_flag
+    return _reader(lambda value: value is True or value is False, default=default, null_is_known=False)
 
 
-def text(longest: int = LONGEST_SENTENCE, default: str | None = None) -> Reader:
-    read = _reader(lambda value: isinstance(value, str))
-
-    def read_text(value: object, name: str, problems: list[str]) -> str | None:
-        found = read(value, name, problems)
-        return default if found is None else cleaned(found, longest)
-
-    return read_text
+def text(longest: int = LONGEST_SENTENCE, default: str | None = None) -> FieldReader:
+    return _reader(lambda value: isinstance(value, str), lambda value: cleaned(value, longest), default)
 
 
-def record(fields: Mapping[str, Reader], key: str | None = None) -> Reader:
+def record(fields: Mapping[str, FieldReader], key: str | None = None) -> FieldReader:
     """An object of these fields and no others; None, too, where `key` is missing or bad."""
     read = _reader(lambda value: isinstance(value, dict))
 
@@ -93,7 +81,7 @@ def record(fields: Mapping[str, Reader], key: str | None = None) -> Reader:
     return read_record
 
 
-def listed(reader: Reader, most: int, default: Callable[[], list[Any] | None] = lambda: None) -> Reader:
+def listed(reader: FieldReader, most: int, default: Callable[[], list[Any] | None] = lambda: None) -> FieldReader:
     """The first `most` of a list, without those that cannot be used."""
     read = _reader(lambda value: isinstance(value, list))
 
@@ -109,14 +97,20 @@ def listed(reader: Reader, most: int, default: Callable[[], list[Any] | None] = 
     return read_list
 
 
-def _reader(is_good: Callable[[Any], bool], *, null_is_known: bool = True) -> Reader:
+def _reader(
+    is_good: Callable[[Any], bool],
+    convert: Callable[[Any], Any] | None = None,
+    default: object = None,
+    *,
+    null_is_known: bool = True,
+) -> FieldReader:
     def read(value: object, name: str, problems: list[str]) -> Any:
         if value is MISSING or (value is None and null_is_known):
-            return None
+            return default
         if is_good(value):
-            return value
+            return value if convert is None else convert(value)
         problems.append(f"{name} is {shown(value)}")
-        return None
+        return default
 
     return read
 

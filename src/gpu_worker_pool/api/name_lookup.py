@@ -1,6 +1,6 @@
-"""Name lookups that wait for nobody: each in a thread of its own, so that a name server that hangs delays one endpoint.
+"""Looks up host names, each in its own daemon thread, so that a name server that hangs delays one endpoint only.
 
-The event loop's own lookups share a few threads with everything else that blocks, and a program waits for them to end.
+The event loop's own lookups share a few threads with other blocking calls, and a program waits for them at its end.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ T = TypeVar("T")
 
 
 def make_resolver() -> ThreadedResolver:
-    """aiohttp's own, but for the two calls that block."""
-    return ThreadedResolver(loop=_Lookups())  # type: ignore[arg-type]  # it asks a loop for nothing else
+    """aiohttp's own, except for the two calls that block."""
+    return ThreadedResolver(loop=_Lookups())  # type: ignore[arg-type]  # it uses nothing else of a loop
 
 
 class _Lookups:
     async def getaddrinfo(self, *args: Any, **kwargs: Any) -> Any:
-        return await _in_a_thread_of_its_own(partial(socket.getaddrinfo, *args, **kwargs))
+        return await _in_own_thread(partial(socket.getaddrinfo, *args, **kwargs))
 
     async def getnameinfo(self, *args: Any) -> Any:
-        return await _in_a_thread_of_its_own(partial(socket.getnameinfo, *args))
+        return await _in_own_thread(partial(socket.getnameinfo, *args))
 
 
-async def _in_a_thread_of_its_own(call: Callable[[], T]) -> T:
+async def _in_own_thread(call: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: OSError | UnicodeError | None) -> None:
         if answer.done():
-            return  # nobody waits for it any more
+            return  # the caller was cancelled
         if error is not None:
             answer.set_exception(error)
         else:

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
@@ -63,6 +64,7 @@ def make_session(*, limit_per_host: int = 8, ssl_context: ssl.SSLContext | None 
     )
 
 
+@lru_cache(maxsize=1024)
 def under(url: str, path: str) -> URL:
     """A path of a server. `url` is used as it was configured: quoting it again would change its path."""
     found = URL(f"{url.rstrip('/')}{path}", encoded=True)
@@ -75,6 +77,8 @@ def under(url: str, path: str) -> URL:
 class HTTPReply:
     """A complete reply, of any status."""
 
+    method: str
+    url: URL
     status: int
     #: None if the status is not 2xx and the body is long or slow.
     body: bytes | None
@@ -101,7 +105,7 @@ async def exchange(
         ):
             status = response.status
             if not 200 <= status < 300:
-                return HTTPReply(status, await _read_detail(response), response.headers)
+                return HTTPReply(method, url, status, await _read_detail(response), response.headers)
             encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
             if encoding not in ("identity", ""):
                 what = f"the reply is encoded as {cleaned(encoding, 40)!r}, which was not asked for"
@@ -109,7 +113,7 @@ async def exchange(
             read = await _read(response, most_bytes)
             if read is None:
                 raise bad_reply(method, url, f"the reply has more than {most_bytes} bytes", status)
-            return HTTPReply(status, read, response.headers)
+            return HTTPReply(method, url, status, read, response.headers)
     except TimeoutError:
         raise NetworkRetryableError(f"{method} {url} failed: no complete reply within {timeout_seconds:g} s") from None
     except aiohttp.ClientResponseError as error:
@@ -119,13 +123,11 @@ async def exchange(
         raise NetworkRetryableError(f"{method} {url} failed: {_reason(error)}") from error
 
 
-def status_error(
-    method: str, url: URL, reply: HTTPReply, hint: str = ""
-) -> ServiceRefusedError | ServiceRetryableError:
+def status_error(reply: HTTPReply, hint: str = "") -> ServiceRefusedError | ServiceRetryableError:
     """The error that an unexpected status means; `hint` is used where the server gives no explanation."""
     status, headers = reply.status, reply.headers
     detail = cleaned(decode_problem(reply.body).detail, LONGEST_SENTENCE)
-    says = f"{method} {url} was answered with {status}"
+    says = f"{reply.method} {reply.url} was answered with {status}"
     if 300 <= status < 400:
         says += (
             f", a redirect to {cleaned(headers.get('Location', 'nowhere'), 200)}, which is not followed; "

@@ -1,4 +1,4 @@
-"""Where nothing is configured: the client's documented default is tried, then the server's, on this host."""
+"""Without configuration, a client tries two defaults on this host: its documented port, then the server's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gpu_worker_pool.default_endpoint")
 
-#: Documents disagree: a client looks at port 8080, and a server listens on 8000.
+#: The documents disagree: the client's default is port 8080, the server's is 8000.
 SERVER_DEFAULT = EndpointConfig("localhost_8000", "http://localhost:8000")
 
 
@@ -27,7 +27,7 @@ class StatsClientWithURL(Protocol):
 
 
 class FirstThatAnswers:
-    """Asks one after the other until one answers, and from then on only that one; `chosen` is told its URL."""
+    """Tries one client after the other until one gets an answer, then uses only that one; `chosen` gets its URL."""
 
     def __init__(self, clients: Sequence[StatsClientWithURL], chosen: Callable[[str], object]) -> None:
         self._clients = tuple(clients)
@@ -42,7 +42,7 @@ class FirstThatAnswers:
                 errors.append(error)
                 continue
             if errors:
-                logger.warning("nothing is configured, and nothing answers at the default: using %s", client.url)
+                logger.warning("no endpoint is configured, and the default does not answer: using %s", client.url)
             if len(self._clients) > 1:
                 self._clients = (client,)
                 self._chosen(client.url)

@@ -1,4 +1,4 @@
-"""Endpoints: the GPU statistics servers a client asks, how each of them is, and how it has been."""
+"""The endpoints of a client: configuration, health and statistics of each GPU server."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _SMOOTHING = 0.2
 
 @dataclass(eq=False)
 class Endpoint:
-    """One server, as this client has come to know it. Belongs to the client's event loop."""
+    """One server as this client knows it. Belongs to the client's event loop."""
 
     config: EndpointConfig
     breaker: Breaker = field(default_factory=Breaker)
-    #: What it said last, which may be long ago.
+    #: Its last answer, which may be old.
     last_fetched: Fetched | None = None
     last_seen: datetime | None = None
     #: The same on the monotonic clock.
     answered_at: float | None = None
     #: Why the last fetch failed; None if it did not.
     last_error: str | None = None
-    #: Whether it was given up on for now: a fetch and its retries failed, or it refuses to answer.
+    #: Whether it counts as down: a fetch and its retries failed, or it refuses to answer.
     is_lost: bool = False
     successes: int = 0
     failures: int = 0
     response_time_ms: float | None = None
     slowest_response_ms: float | None = None
-    #: How long it was healthy, and known to be anything at all.
+    #: Time in which it was healthy, and time in which it was watched.
     _up_seconds: float = 0.0
     _known_seconds: float = 0.0
     _counted_until: float | None = None
@@ -49,7 +49,7 @@ class Endpoint:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it has answered, and was not given up on since."""
+        """Whether it has answered, and has not been lost since."""
         return self.last_fetched is not None and not self.is_lost
 
     def answered(self, fetched: Fetched) -> None:
@@ -108,12 +108,12 @@ class Endpoint:
         }
 
     def told(self) -> str:
-        """Of one that does not answer, for an error: who was asked, and what it said."""
+        """For an error about an endpoint that does not answer: its name, URL and last error."""
         return f"{self.endpoint_id} ({self.config.url}): {self.last_error or 'has not answered yet'}"
 
 
 class EndpointManager:
-    """All endpoints of a client, in the order they were named."""
+    """All endpoints of a client, in the order in which they were given."""
 
     def __init__(self, configs: Iterable[EndpointConfig]) -> None:
         self._endpoints = {config.endpoint_id: Endpoint(config) for config in configs}
@@ -130,7 +130,7 @@ class EndpointManager:
     def add(self, entry: str) -> Endpoint:
         """`URL` or `name=URL`; a `ValueError` for one that is there already."""
         known = [f"{endpoint.endpoint_id}={endpoint.config.url}" for endpoint in self]
-        # Read together, so that ids and URLs are told apart as they are in a list given at the start.
+        # Parsed together, so that duplicate ids and URLs are treated as in a list given at the start.
         if len(parse_endpoints([*known, entry])) == len(known):
             raise ValueError(f"{parse_endpoint(entry).url} is an endpoint of this client already")
         config = parse_endpoints([*known, entry])[-1]

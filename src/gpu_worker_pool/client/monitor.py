@@ -1,7 +1,7 @@
-"""Monitors: ask endpoints again and again, and tell who wants to know what they said.
+"""Monitors: poll endpoints at an interval and pass their statistics on.
 
-One fetch of an endpoint is in flight at a time, and serves everybody who asks meanwhile. A slow endpoint delays no
-other. An endpoint that fails is asked as its breaker says; one that comes back beside others comes back gradually.
+Each endpoint has one fetch in flight at a time. A slow endpoint delays no other. The breaker decides when a failing
+endpoint is polled; of an endpoint that comes back, the GPUs join the pool gradually.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gpu_worker_pool.gpu_monitor")
 
-#: An endpoint that came back has all its GPUs in the pool again after so long.
+#: Time until all GPUs of an endpoint that came back are in the pool again.
 RETURN_SECONDS = 10.0
-#: And is asked so often meanwhile.
+#: Polling interval during that time.
 RETURN_POLL_SECONDS = 1.0
 #: Whatever goes wrong, the monitor does not spin.
 SHORTEST_TURN_SECONDS = 0.01
-#: A server that asks for more than this is given up on for now, rather than waited for in the middle of a fetch.
+#: A server whose Retry-After is longer counts as down; the fetch does not wait for it.
 LONGEST_RETRY_SECONDS = 10.0
 
 
@@ -47,11 +47,11 @@ class StatsClient(Protocol):
 
 
 class GPUMonitor:
-    """Keeps asking one endpoint.
+    """Polls one endpoint.
 
     `on_stats(endpoint, fetched, since_return)` and `on_lost(endpoint)` are called in the loop's thread;
-    `since_return` is how long ago the endpoint came back, while that matters. `callbacks`, a list that several
-    monitors may share, and those given to `add_callback` get the statistics alone.
+    `since_return` is the time since the endpoint came back, or None. `callbacks`, a list that several monitors may
+    share, and those given to `add_callback` get the statistics alone.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class GPUMonitor:
         self.endpoint = endpoint
         self._client = client
         self._polling_interval = polling_interval
-        #: As long as its readings can be used (rule 1).
+        #: Older readings cannot be used (rule 1).
         self._silence_seconds = max(3 * polling_interval, 15.0)
         self._max_retries = max_retries
         self._health_check_interval = health_check_interval
@@ -80,7 +80,7 @@ class GPUMonitor:
         self._callbacks = [] if callbacks is None else callbacks
         self._woken = asyncio.Event()
         self._next_fetch: asyncio.Future[None] | None = None
-        #: When it was found to be back, while it still comes back.
+        #: When the endpoint came back; None once all its GPUs are in the pool.
         self._returned_at: float | None = None
         self._problems: tuple[str, ...] = ()
         self._has_verdict = False
@@ -95,7 +95,7 @@ class GPUMonitor:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        self._tell_waiting()
+        self._end_waiting()
 
     def add_callback(self, callback: Callable[[GPUStats], object]) -> None:
         self._callbacks.append(callback)
@@ -109,28 +109,28 @@ class GPUMonitor:
         return None if fetched is None else fetched.stats
 
     def wake(self) -> None:
-        """Ask now instead of at the next turn; an endpoint whose breaker is open is left alone."""
+        """Poll now instead of at the next turn, unless the breaker is open."""
         if self.endpoint.breaker.state(time.monotonic()) is BreakerState.CLOSED:
             self._woken.set()
 
     async def next_fetch(self) -> None:
-        """Wait for the fetch that comes next, or that is under way, to end well or not."""
+        """Wait for the end of the fetch in flight, or of the next one, whatever its outcome."""
         if self._next_fetch is None:
             self._next_fetch = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._next_fetch)
 
     def recover(self) -> None:
-        """Ask now, whatever the breaker says; or as soon as what is under way has ended."""
+        """Poll now, whatever the breaker says, or as soon as the fetch in flight has ended."""
         self.endpoint.breaker.probe_soon(time.monotonic())
         self._woken.set()
 
-    # --- one turn after the other ---
+    # --- turns ---
 
     async def _run(self) -> None:
         while True:
             self._woken.clear()
             if await self._turn():
-                self._tell_waiting()
+                self._end_waiting()
             try:
                 async with asyncio.timeout(self._seconds_to_next_turn()):
                     await self._woken.wait()
@@ -138,7 +138,7 @@ class GPUMonitor:
                 pass
 
     async def _turn(self) -> bool:
-        """Whether the endpoint was asked."""
+        """Returns whether the endpoint was polled."""
         breaker = self.endpoint.breaker
         state = breaker.state(time.monotonic())
         if not breaker.try_enter(time.monotonic()):
@@ -146,12 +146,12 @@ class GPUMonitor:
         self._has_verdict = False
         silence = self._watch_for_silence()
         try:
-            await self._ask(is_probe=state is BreakerState.HALF_OPEN)
+            await self._poll(is_probe=state is BreakerState.HALF_OPEN)
         except Exception as error:
-            # A bug of ours, or of whoever is told: one bad turn must not be the last one, nor look like a good one.
+            # A bug of ours or of a callback: the monitor must go on, and the turn must not look like a good one.
             if repr(error) != self._bug:
                 self._bug = repr(error)
-                logger.exception("asking %s failed", self.endpoint.endpoint_id)
+                logger.exception("polling %s failed", self.endpoint.endpoint_id)
             self.endpoint.failed(error)
             self._lose(error)
         finally:
@@ -163,7 +163,7 @@ class GPUMonitor:
         return True
 
     def _watch_for_silence(self) -> asyncio.TimerHandle | None:
-        """An endpoint that was well and says nothing any more is lost before the last retry has timed out."""
+        """A healthy endpoint that stops answering is lost before its last retry has timed out."""
         answered_at = self.endpoint.answered_at
         if answered_at is None or self.endpoint.is_lost:
             return None
@@ -177,14 +177,14 @@ class GPUMonitor:
         self.endpoint.last_error = str(error)
         self._lose(error)
 
-    async def _ask(self, *, is_probe: bool) -> None:
+    async def _poll(self, *, is_probe: bool) -> None:
         breaker = self.endpoint.breaker
         attempt = 0
         while True:
             try:
                 fetched = await self._client.fetch()
             except ServiceRefusedError as error:
-                # It is there and does not want us: no reason to leave it alone, and none to use it.
+                # It answers, so the breaker stays closed; but it cannot be used.
                 self.endpoint.failed(error)
                 breaker.succeeded(time.monotonic())
                 self._has_verdict = True
@@ -226,13 +226,13 @@ class GPUMonitor:
             extra = {"event": "breaker", "endpoint_id": endpoint_id, "before": before.value, "after": after.value}
             logger.info("the breaker of %s was %s and is %s", endpoint_id, before.value, after.value, extra=extra)
 
-    # --- what came of it ---
+    # --- outcomes ---
 
     def _take(self, fetched: Fetched) -> None:
         endpoint = self.endpoint
         was_lost = endpoint.is_lost
         endpoint.answered(fetched)
-        if fetched.problems != self._problems:  # said once, not with every poll
+        if fetched.problems != self._problems:  # logged once, not with every poll
             self._problems = fetched.problems
             for problem in fetched.problems:
                 logger.warning("%s: %s", endpoint.endpoint_id, problem)
@@ -250,7 +250,7 @@ class GPUMonitor:
         for callback in list(self._callbacks):
             try:
                 callback(fetched.stats)
-            # Nobody cancels us in here: it is the callback's own, of something it looked at.
+            # There is no await here, so a CancelledError is the callback's own.
             except (Exception, asyncio.CancelledError):
                 logger.exception("a callback for new statistics failed")
 
@@ -268,7 +268,7 @@ class GPUMonitor:
         self._returned_at = None
         self._on_lost(endpoint)
 
-    def _tell_waiting(self) -> None:
+    def _end_waiting(self) -> None:
         waiting, self._next_fetch = self._next_fetch, None
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
@@ -299,7 +299,7 @@ class MultiEndpointGPUMonitor:
         return self._monitors.get(endpoint_id)
 
     async def next_fetches(self, timeout_seconds: float) -> None:
-        """Wait until every endpoint has been asked once more, but no longer than that."""
+        """Wait until every endpoint has been polled once more, at most that long."""
         waiting = [asyncio.ensure_future(monitor.next_fetch()) for monitor in self._monitors.values()]
         if not waiting:
             return
@@ -312,10 +312,10 @@ class MultiEndpointGPUMonitor:
 
 
 def coming_back(stats: GPUStats, since_return_seconds: float, in_use_before: Container[int] = ()) -> GPUStats:
-    """Of an endpoint that has just come back, the GPUs that may be used already; the others say when.
+    """The statistics of an endpoint that has just come back, with a fault on each GPU that may not be used yet.
 
-    One at once, all after `RETURN_SECONDS`: otherwise everybody who waits would be sent to it in one moment. Those
-    that were in use when it came back, or are faulty, are nobody's to rush at, and do not count.
+    One GPU may be used at once, all after `RETURN_SECONDS`: otherwise every waiting request would go there at the same
+    moment. GPUs that are faulty, or were in use when it came back, do not count.
     """
     usable = [row for row in stats.gpus_summary if row.fault is None and row.gpu_id not in in_use_before]
     joined = max(1, math.floor(len(usable) * since_return_seconds / RETURN_SECONDS))

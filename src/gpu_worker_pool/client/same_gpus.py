@@ -1,4 +1,4 @@
-"""One card must not be two: the same UUID at two endpoints, or under another number than the one it is held by."""
+"""Finds GPUs that are listed twice: by two endpoints, or under a new number while held under another one."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Simulated GPUs have the same UUIDs on every host, and are not the same.
+#: Simulated GPUs have the same UUIDs on every host, but are different GPUs.
 SIMULATED_UUIDS = "GPU-51309a7e-"
 
 
 class SameGPUs:
-    """Marks GPUs that must not be handed out because they are another one that is known already."""
+    """Marks GPUs that must not be granted because they are already known under another id."""
 
     def __init__(self) -> None:
-        #: Which endpoint showed a UUID first.
-        self._shown_by: dict[str, str] = {}
-        self._told: set[tuple[str, str]] = set()
+        #: The endpoint that listed a UUID first.
+        self._listed_by: dict[str, str] = {}
+        self._warned: set[tuple[str, str]] = set()
 
     def marked(
         self, endpoint_id: str, stats: GPUStats, held: Mapping[str, str], name_of: Callable[[int], str]
     ) -> GPUStats:
-        """`held`: by UUID, the id of the GPU that somebody holds; `name_of`: the id of a GPU of this endpoint."""
+        """`held`: the id under which each UUID is held; `name_of`: the id of a GPU of this endpoint."""
         faults = [self._fault(endpoint_id, row, held, name_of) for row in stats.gpus_summary]
         if not any(faults):
             return stats
@@ -36,13 +36,13 @@ class SameGPUs:
         return replace(stats, gpus_summary=rows)
 
     def forget(self, endpoint_id: str) -> None:
-        """It does not answer: another one may show its GPUs."""
-        self._shown_by = {uuid: shown_by for uuid, shown_by in self._shown_by.items() if shown_by != endpoint_id}
+        """It does not answer: another endpoint may list its GPUs."""
+        self._listed_by = {uuid: listed_by for uuid, listed_by in self._listed_by.items() if listed_by != endpoint_id}
 
     def is_shadow(self, endpoint_id: str, stats: GPUStats) -> bool:
-        """Whether all that an endpoint shows are GPUs of another one."""
+        """Whether an endpoint lists only GPUs of other endpoints."""
         uuids = [row.uuid for row in stats.gpus_summary if row.uuid is not None]
-        return bool(uuids) and all(self._shown_by.get(uuid, endpoint_id) != endpoint_id for uuid in uuids)
+        return bool(uuids) and all(self._listed_by.get(uuid, endpoint_id) != endpoint_id for uuid in uuids)
 
     def _fault(
         self, endpoint_id: str, row: GPUInfo, held: Mapping[str, str], name_of: Callable[[int], str]
@@ -50,11 +50,11 @@ class SameGPUs:
         uuid = row.uuid
         if uuid is None or uuid.startswith(SIMULATED_UUIDS):
             return None
-        first = self._shown_by.setdefault(uuid, endpoint_id)
+        first = self._listed_by.setdefault(uuid, endpoint_id)
         if first != endpoint_id:
-            if (first, endpoint_id) not in self._told:
-                self._told.add((first, endpoint_id))
-                logger.warning("%s shows the same GPUs as %s, which counts: are they one server?", endpoint_id, first)
+            if (first, endpoint_id) not in self._warned:
+                self._warned.add((first, endpoint_id))
+                logger.warning("%s lists the same GPUs as %s and is ignored: are they one server?", endpoint_id, first)
             return f"it is the same GPU as one of {first}"
         if (name := held.get(uuid)) is not None and name != name_of(row.gpu_id):
             return f"it is the GPU that is held as {name}: their numbers have changed"

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpu_worker_pool.api.gpu_rows import stats_body
 from gpu_worker_pool.api.lease_rows import explanation_body, lease_row, promise, queue_row
-from gpu_worker_pool.broker.local import LocalBroker
+from gpu_worker_pool.broker.local import LocalBroker, local_user
 from gpu_worker_pool.cli.endpoints import local_backend
 from gpu_worker_pool.cli.local_state import local_state_directory
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.errors import (
-    DriverError,
     LedgerUnavailableError,
     NotYourLeaseError,
+    RetryableError,
     ServiceRefusedError,
     UnknownLeaseError,
 )
 from gpu_worker_pool.hardware.leasable import within_visible
-from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
+from gpu_worker_pool.hardware.samples import DriverAnswer
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
 
 if TYPE_CHECKING:
@@ -48,28 +47,21 @@ async def open_local_host(endpoint: EndpointConfig) -> AsyncIterator[LocalHost]:
         backend = local_backend()
     except ValueError as error:
         raise ServiceRefusedError(str(error)) from None
-    sampled = asyncio.Event()
-    broker = LocalBroker(
-        backend,
-        settings=PoolSettings(poll_seconds=1.0),
-        state_dir=str(local_state_directory()),
-        on_sample=lambda _: sampled.set(),
-    )
+    broker = LocalBroker(backend, state_dir=str(local_state_directory()))
     await broker.start()
     try:
-        yield LocalHost(endpoint, broker, sampled)
+        yield LocalHost(endpoint, broker)
     finally:
         await broker.stop()
 
 
 class LocalHost:
-    def __init__(self, endpoint: EndpointConfig, host: LocalBroker, sampled: asyncio.Event) -> None:
+    def __init__(self, endpoint: EndpointConfig, host: LocalBroker) -> None:
         self.endpoint = endpoint
         self._host = host
-        self._sampled = sampled
 
     async def stats(self) -> Body:
-        sample = await self._sample()
+        sample = await self._host.sample(FIRST_SAMPLE_SECONDS)
         assert isinstance(sample.answer, DriverAnswer)
         leases = await self._leases()
         promises: dict[str, list[dict[str, Any]]] = {}
@@ -80,11 +72,8 @@ class LocalHost:
         return {**body, "sample_age_seconds": round(max(boot_time() - sample.begun_at, 0.0), 3)}
 
     async def leases(self) -> Body:
-        leases = await self._leases()
-        if leases:
-            await self._known_sample()
-        broker, sample = self._host.broker, self._host.seen.good
-        if sample is not None:
+        leases, broker = await self._leases(), self._host.broker
+        if leases and (sample := await self._known_sample()) is not None:
             broker.usages.take(sample, leases)  # the sample may have come before the leases were known
         return {"leases": [lease_row(lease, broker.usage_of(lease)) for lease in leases]}
 
@@ -99,7 +88,7 @@ class LocalHost:
         return None if explanation is None else explanation_body(request_id, explanation, broker.index_of)
 
     async def explain_requirements(self, requirements: Requirements) -> Body:
-        sample = await self._sample()
+        sample = await self._host.sample(FIRST_SAMPLE_SECONDS)
         assert isinstance(sample.answer, DriverAnswer)
         requirements = within_visible(requirements, sample.answer.gpus, _visible_devices())
         broker = self._host.broker
@@ -134,25 +123,11 @@ class LocalHost:
     async def _queue(self) -> list[Waiting]:
         return await _in_time(self._host.broker.queue())
 
-    async def _known_sample(self) -> None:
+    async def _known_sample(self) -> HostSample | None:
         """Wait for readings; a list or an explanation also works without them."""
-        try:
-            await self._sample()
-        except DriverError:
-            return
-
-    async def _sample(self) -> HostSample:
-        try:
-            async with asyncio.timeout(FIRST_SAMPLE_SECONDS):
-                await self._sampled.wait()
-        except TimeoutError:
-            raise DriverError("the driver does not answer; run gpu-pool doctor") from None
-        seen = self._host.seen
-        if seen.good is None:
-            failure = seen.last.answer if seen.last is not None else None
-            assert isinstance(failure, DriverFailure)
-            raise DriverError(failure.message, code=failure.code)
-        return seen.good
+        with suppress(ServiceRefusedError, RetryableError):
+            return await self._host.sample(FIRST_SAMPLE_SECONDS)
+        return None
 
 
 async def _in_time(reading: Awaitable[T]) -> T:
@@ -166,7 +141,7 @@ async def _in_time(reading: Awaitable[T]) -> T:
 
 
 def _check_ours(request: Request, what: str) -> None:
-    if os.getuid() == 0 or request.account == f"user:{os.getuid()}":
+    if os.getuid() == 0 or request.account == local_user():
         return
     whose = "another user's" if request.account.startswith("user:") else "that of a program that asked a server for it"
     raise NotYourLeaseError(f"{what} is {whose}: ask them ({request.worker_id or 'unnamed'}), or root")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.cli.views.queries import Host, Unopened
 
 
-class Released(NamedTuple):
+class ReleaseResult(NamedTuple):
     identifier: str
     #: Where it was found; None if it was not.
     endpoint: str | None = None
@@ -45,23 +45,23 @@ class Released(NamedTuple):
         return f"{self.kind} {self.identifier} is {'released' if self.kind == 'lease' else 'taken out of the queue'}"
 
 
-def release_all(endpoints: Sequence[str], identifiers: Sequence[str]) -> list[Released]:
-    async def release() -> list[Released]:
+def release_all(endpoints: Sequence[str], identifiers: Sequence[str]) -> list[ReleaseResult]:
+    async def release() -> list[ReleaseResult]:
         async with open_hosts(endpoints) as hosts:
             return [await _release(hosts, identifier) for identifier in identifiers]
 
     return asyncio.run(release())
 
 
-async def _release(hosts: Sequence[Host | Unopened], identifier: str) -> Released:
+async def _release(hosts: Sequence[Host | Unopened], identifier: str) -> ReleaseResult:
     errors, status = [], Status.FAILED
     for host in hosts:
         endpoint_id = host.endpoint.endpoint_id
         try:
             if await opened(host).end_lease(identifier):
-                return Released(identifier, endpoint_id, "lease")
+                return ReleaseResult(identifier, endpoint_id, "lease")
             if await opened(host).end_request(identifier):
-                return Released(identifier, endpoint_id, "request")
+                return ReleaseResult(identifier, endpoint_id, "request")
         except GPUWorkerPoolError as error:
             errors.append(f"{endpoint_id}: {error}" if len(hosts) > 1 else str(error))
             if error.retryable:  # it did not answer; a refusal is an answer
@@ -69,4 +69,4 @@ async def _release(hosts: Sequence[Host | Unopened], identifier: str) -> Release
     not_found = (
         f"there is no lease and no request {identifier!r}; gpu-pool leases and gpu-pool queue list what there is"
     )
-    return Released(identifier, error="; ".join(errors) or not_found, status=status)
+    return ReleaseResult(identifier, error="; ".join(errors) or not_found, status=status)
