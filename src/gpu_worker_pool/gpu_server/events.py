@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from gpu_worker_pool.gpu_server.compression import GzipStream, accepts_gzip, gzip_part
-from gpu_worker_pool.gpu_server.connected import until_gone
+from gpu_worker_pool.gpu_server.disconnect import until_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable

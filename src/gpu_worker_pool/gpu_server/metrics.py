@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from gpu_worker_pool.broker.broker import LeaseBroker
-    from gpu_worker_pool.gpu_server.view import HostView, Shown
+    from gpu_worker_pool.gpu_server.host_view import HostView, Shown
     from gpu_worker_pool.hardware.samples import GPUReading
 
 _BYTES_PER_MB: Final = 1024 * 1024
@@ -65,7 +65,7 @@ def render(view: HostView, broker: LeaseBroker, accept: str) -> tuple[bytes, str
 class _Collector:
     def __init__(self, view: HostView, broker: LeaseBroker) -> None:
         self._view = view
-        self._desk = broker
+        self._broker = broker
 
     def describe(self) -> list[Metric]:
         return []
@@ -79,7 +79,7 @@ class _Collector:
         shown = self._view.usable()
         if shown is not None:
             yield from _gpus(shown)
-        yield from lease_metrics(self._desk, () if shown is None else shown.visibility.gpus)
+        yield from lease_metrics(self._broker, () if shown is None else shown.visibility.gpus)
 
     def _sampling(self) -> Iterator[Metric]:
         health = self._view.health()

@@ -121,20 +121,20 @@ class HistoryReading(BaseModel):
     fault: str | None
 
 
-class GPUHistory(BaseModel):
+class GPUHistorySchema(BaseModel):
     gpu_id: int
     name: str
     uuid: str | None
     readings: list[HistoryReading] = Field(description="Oldest first.")
 
 
-class History(BaseModel):
+class HistorySchema(BaseModel):
     max_history: int
     sample_age_seconds: float = Field(ge=0, description="Of the newest sample; what was is told however old it is.")
-    gpus: list[GPUHistory]
+    gpus: list[GPUHistorySchema]
 
 
-class Problem(BaseModel):
+class ProblemSchema(BaseModel):
     detail: str = Field(description="What is wrong, for people.")
     error: str = Field(description="Which of a few known causes it is, for programs.")
 

@@ -18,13 +18,13 @@ from gpu_worker_pool.hardware.processes import boot_id
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpu_worker_pool.gpu_server.hot import HotFastAPI
+    from gpu_worker_pool.gpu_server.fast_path import FastPathAPI
     from gpu_worker_pool.gpu_server.settings import ServerSettings
 
 _NOT_KEPT: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
-def add_dashboard(app: HotFastAPI, settings: ServerSettings) -> None:
+def add_dashboard(app: FastPathAPI, settings: ServerSettings) -> None:
     files = page_files()
 
     def add(path: str, endpoint: Callable[..., Any]) -> None:
@@ -43,21 +43,21 @@ def add_dashboard(app: HotFastAPI, settings: ServerSettings) -> None:
 
     async def host() -> Response:
         body = {
-            "host_id": app.fleet.own_id,
+            "host_id": app.parts.fleet.own_id,
             "name": socket.gethostname(),
             "title": settings.title,
             "refresh_interval": settings.refresh_interval,
-            "peers": app.fleet.names,
+            "peers": app.parts.fleet.names,
             # From where the routes begin, as a proxy may add a path: the documentation is not under the prefix.
             "docs": "../" * settings.api_prefix.count("/") + settings.docs_url.lstrip("/"),
         }
         return JSONResponse(body, headers=_NOT_KEPT)
 
     async def peers(request: Request) -> Response:
-        return await compressed(request, _json(app.fleet.shown()))
+        return await compressed(request, _json(app.parts.fleet.shown()))
 
     async def peers_history(request: Request) -> Response:
-        return await compressed(request, _json(await app.fleet.history()))
+        return await compressed(request, _json(await app.parts.fleet.history()))
 
     add("", page)
     add("/files/{name}", file)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpu_worker_pool.api.gpu_rows import count_body, history_row, stats_body, summary_body
 from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.gpu_server.responses import Reply
 from gpu_worker_pool.hardware.readers.nvidia_smi import nvidia_smi_available
 from gpu_worker_pool.hardware.sampler import TAKE_OVER_INTERVALS, Seen
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
@@ -31,11 +32,6 @@ _BODIES: Final[dict[Kind, Callable[[HostSample, Any, Promises], dict[str, Any]]]
     "summary": summary_body,
     "count": count_body,
 }
-
-
-class Answer(NamedTuple):
-    status: int
-    body: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +107,13 @@ class HostView:
         is_usable = shown is not None and self._clock() - shown.sample.begun_at <= self._usable_seconds
         return shown if is_usable else None
 
-    def answer(self, kind: Kind) -> Answer:
+    def answer(self, kind: Kind) -> Reply:
         shown = self.usable()
-        return self.problem() if shown is None else Answer(200, shown.body(kind, self._clock()))
+        return self.problem() if shown is None else Reply(200, shown.body(kind, self._clock()))
 
-    def problem(self) -> Answer:
+    def problem(self) -> Reply:
         health = self.health()
-        return Answer(503, json.dumps({"detail": health.cause, "error": health.code}).encode())
+        return Reply(503, json.dumps({"detail": health.cause, "error": health.code}).encode())
 
     def last_sample(self) -> HostSample | None:
         return self._see().last

@@ -10,7 +10,7 @@ import pytest
 
 from gpu_worker_pool.cli.views.cells import gpu_state
 from gpu_worker_pool.core.readings import ProcessReading
-from gpu_worker_pool.gpu_server.view import HostView
+from gpu_worker_pool.gpu_server.host_view import HostView
 from gpu_worker_pool.hardware.sampler import Seen
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUReading, HostSample, MIGReading
 
