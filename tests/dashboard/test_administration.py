@@ -74,13 +74,13 @@ def test_a_key_removes_one_who_waits(look: Look, server: ServerProcess) -> None:
     look.page.click("#confirm-yes")
     look.wait_for(".waiter", state="detached")
     assert server.get("/queue").json["queue"] == []
-    look.wait_for("#events li", "bob (later): its request was taken back")
+    look.wait_for("#events li", "bob (later): its request was cancelled")
 
 
 @pytest.mark.parametrize(
     ("key", "problem"),
     [
-        ("not-a-key-of-this-server", "not one of this server's"),
+        ("not-a-key-of-this-server", "does not know this key"),
         (OTHER_KEY, "not an administrator's"),
         ("with a blank", "without blanks"),
     ],

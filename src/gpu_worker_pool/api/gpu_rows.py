@@ -1,4 +1,4 @@
-"""The documented bodies of the GPU routes, from samples. Unknown is null; averages and sums are over what is known."""
+"""The bodies of the GPU routes, from samples. Unknown values are null; averages and sums use the known ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.readings import ProcessReading, Reading
     from gpu_worker_pool.hardware.samples import GPUReading, HostSample, MIGReading
 
-    #: By GPU or MIG device, the leases on it; None where the ledger cannot be read.
+    #: The leases by GPU or MIG device; None where the ledger cannot be read.
     Promises = Mapping[str, Sequence[dict[str, Any]]] | None
 
 _DEFAULTS: Final = PoolSettings()
@@ -38,7 +38,7 @@ def driver_facts(sample: HostSample | None) -> dict[str, Any]:
 
 
 def summary_body(sample: HostSample, gpus: Sequence[GPUReading], promises: Promises) -> dict[str, Any]:
-    # Used memory of a GPU whose total is unknown would make the whole look fuller than it can be.
+    # The used memory of a GPU whose total is unknown would distort the percentage.
     both = [gpu for gpu in gpus if gpu.memory_total_mb is not None and gpu.memory_used_mb is not None]
     total_of_both = _sum(gpu.memory_total_mb for gpu in both)
     used = _sum(gpu.memory_used_mb for gpu in both)
@@ -73,27 +73,27 @@ def history_row(sample: HostSample, gpu: GPUReading) -> dict[str, Any]:
 
 
 def _leases_on(gpu: GPUReading, promises: Promises) -> list[dict[str, Any]] | None:
-    """Also those on its MIG devices: whoever takes the whole card takes theirs too."""
+    """Also those on its MIG devices."""
     if promises is None:
         return None
     names = [gpu.identity, *(mig.uuid for mig in gpu.mig_devices)]
-    # One lease may have several of its devices.
+    # One lease may hold several of its devices.
     return list({lease["lease_id"]: lease for name in names for lease in promises.get(name, ())}.values())
 
 
 def _obstacles(gpu: GPUReading, promises: Promises) -> list[str] | None:
-    """What keeps it from a request without special wishes; of a split card, the best of its devices.
+    """Why a request without requirements cannot have it; for a split card, the obstacles of its best device.
 
-    By the rules that grant. They also know what is kept for somebody, or was given back a moment ago, which passes.
+    By the rules of the pool, but without its short-lived obstacles: reservations, and GPUs that were just released.
     """
     if promises is None:
         return None
     found = [_obstacles_of(reading, promises.get(reading.gpu_id, ())) for reading in readings_of((gpu,))]
-    return min(found, key=len, default=["split, and has no MIG device"])
+    return min(found, key=len, default=["MIG is enabled, but there is no MIG device"])
 
 
 def _obstacles_of(reading: Reading, leases: Sequence[dict[str, Any]]) -> list[str]:
-    if leases:  # what it is doing is its holder's doing
+    if leases:  # its load is caused by the holder
         return [f"{lease['state']}: {lease['worker_id'] or lease['lease_id']}" for lease in leases]
     lasting = lasting_obstacles(reading, ANY_GPU, _DEFAULTS)
     return [str(each) for each in (*lasting, *reading_obstacles(reading, reading.processes, ANY_GPU, _DEFAULTS))]
@@ -143,9 +143,9 @@ def _summary_row(gpu: GPUReading, promises: Promises) -> dict[str, Any]:
         "memory_used_mb": gpu.memory_used_mb,
         "fault": gpu.fault,
         "reports_utilization": gpu.reports_utilization,
-        # Whoever decides about a GPU that cannot report utilization needs to know whether somebody is on it.
+        # Tells clients whether a GPU that does not report its utilization is in use.
         "process_count": None if gpu.processes is None else len(gpu.processes),
-        # Whoever assigns without the ledger keeps off what it is known to have promised.
+        # Clients that assign in process avoid leased GPUs.
         "leased": bool(_leases_on(gpu, promises)),
     }
 

@@ -1,4 +1,4 @@
-"""Leases, waiters and explanations as the lease API tells them. No token is in any of these but the two that add it."""
+"""Leases, waiting requests and explanations as JSON, for the server and for the CLI. Only two of them hold a token."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def granted_body(lease: Lease, token: str) -> dict[str, Any]:
 
 
 def lease_body(lease: Lease) -> dict[str, Any]:
-    """For its holder."""
+    """The lease for its holder."""
     return {**_facts(lease, boot_time()), "env": lease_env(lease)}
 
 
 def lease_row(lease: Lease, usage: LeaseUsage) -> dict[str, Any]:
-    """For everybody."""
+    """The lease for everyone."""
     now, quarantine = boot_time(), lease.quarantine
     return {
         **_facts(lease, now),
@@ -65,7 +65,7 @@ def _facts(lease: Lease, now: float) -> dict[str, Any]:
 
 
 def promise(lease: Lease) -> dict[str, Any]:
-    """In a row of `/gpu/stats`: who holds it."""
+    """The lease in a row of `/gpu/stats`."""
     return {
         "lease_id": lease.lease_id,
         "worker_id": lease.request.worker_id,
@@ -76,7 +76,7 @@ def promise(lease: Lease) -> dict[str, Any]:
 
 
 def lease_env(lease: Lease) -> dict[str, str]:
-    """For the environment of a program that is to see these GPUs and no others; by UUID, as indices may change."""
+    """Environment variables that limit a program to these GPUs; by UUID, as indices may change."""
     devices = ",".join(held.uuid or str(held.index) for held in lease.held)
     return {
         "CUDA_VISIBLE_DEVICES": devices,
@@ -87,7 +87,7 @@ def lease_env(lease: Lease) -> dict[str, str]:
 
 
 def user_of(lease: Lease) -> str | None:
-    """Programs that ask without a server are told apart by their users."""
+    """The user of a program that works without a server."""
     kind, _, uid = lease.request.account.partition(":")
     return _user_name(uid) if kind == "user" else None
 
@@ -101,7 +101,7 @@ def _user_name(uid: str) -> str:
 
 
 def waiting_body(waiting: Waiting, token: str) -> dict[str, Any]:
-    """For whoever waits."""
+    """The waiting request for its client."""
     return {
         "request_id": waiting.request.request_id,
         "position": waiting.position,
@@ -112,7 +112,7 @@ def waiting_body(waiting: Waiting, token: str) -> dict[str, Any]:
 
 
 def queue_row(waiting: Waiting) -> dict[str, Any]:
-    """For everybody."""
+    """The waiting request for everyone."""
     request = waiting.request
     return {
         "request_id": request.request_id,
@@ -156,7 +156,7 @@ def explanation_body(
 
 
 def _finite(number: float | None) -> float | None:
-    """Who holds a GPU alone leaves infinitely little of it, for which JSON has no number."""
+    """An exclusive lease leaves minus infinity of a GPU, which JSON cannot express."""
     return number if number is not None and math.isfinite(number) else None
 
 
@@ -165,17 +165,17 @@ def _seconds(seconds: float) -> float:
 
 
 def _moment(at: float, now: float) -> str:
-    """On the wall's clock, as it is set now."""
+    """The moment as wall-clock time."""
     moment = datetime.fromtimestamp(at + _boot_in_wall_time(time.time() - now), UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _boot_in_wall_time(measured: float) -> float:
-    """The same for all answers, so that one moment is always told alike, until somebody sets the clock."""
-    if abs(measured - _told.get("boot", 0.0)) > _CLOCK_WAS_SET_SECONDS:
-        _told["boot"] = measured
-    return _told["boot"]
+    """The same for all answers, so that a moment does not vary between them, until the clock is set."""
+    if abs(measured - _boot.get("boot", 0.0)) > _CLOCK_WAS_SET_SECONDS:
+        _boot["boot"] = measured
+    return _boot["boot"]
 
 
 _CLOCK_WAS_SET_SECONDS: Final = 0.5
-_told: dict[str, float] = {}
+_boot: dict[str, float] = {}

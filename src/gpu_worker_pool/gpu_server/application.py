@@ -237,7 +237,7 @@ def _log_start(settings: ServerSettings, view: HostView) -> None:
         logger.info(
             "CUDA_VISIBLE_DEVICES=%r is %s: showing GPUs %s of %d",
             view.filter.value,
-            "in force" if visibility.is_filtering else "ignored, as nothing in it was found",
+            "in force" if visibility.is_filtering else "ignored, as none of its GPUs exist",
             [gpu.index for gpu in visibility.gpus],
             visibility.total_gpus,
         )

@@ -1,4 +1,4 @@
-"""The routes about GPUs and about the server itself; `/leases` has a module of its own."""
+"""The routes for GPUs and for the server itself; those for leases are in `leases/routes.py`."""
 
 from __future__ import annotations
 

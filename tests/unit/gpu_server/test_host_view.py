@@ -239,7 +239,7 @@ def test_of_a_split_card_the_best_device_counts() -> None:
     )
     assert obstacles(taken, idle) == []
     assert obstacles(taken) == ["held: w"]
-    assert obstacles() == ["split, and has no MIG device"]
+    assert obstacles() == ["MIG is enabled, but there is no MIG device"]
 
 
 @pytest.mark.parametrize("unknown", [{}, {"obstacles": None}])
