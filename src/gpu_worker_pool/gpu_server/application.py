@@ -66,7 +66,8 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
         log_like_a_server(settings)
         loop = asyncio.get_running_loop()
         stream = EventStream()
-        state_dir = _find_state_directory(settings)
+        # Looked up once, so that a problem with it is logged once.
+        state_dir = _find_state_directory(settings.gpu_pool_state_dir) or settings.gpu_pool_state_dir
 
         def take(sample: HostSample) -> None:
             view.take(sample)
@@ -87,7 +88,7 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
         )
 
         def open_ledger(tell: Tell) -> Ledger:
-            parts.has_state_directory = _has_state_directory(state_dir)
+            parts.has_state_directory = _find_state_directory(state_dir) is not None
             return open_host_ledger(settings.gpu_backend, _pool_settings(settings), tell, state_dir=state_dir)
 
         broker = LeaseBroker(
@@ -168,20 +169,12 @@ async def _not_allowed(request: Request, _error: Exception) -> JSONResponse:
     return JSONResponse({"detail": detail}, status_code=405, headers={"allow": allowed})
 
 
-def _find_state_directory(settings: ServerSettings) -> str | None:
-    """Where readings and leases are stored; looked up once, so that a problem is logged once."""
+def _find_state_directory(configured: str | None) -> str | None:
+    """Where readings and leases are stored; None where no directory can be used now."""
     try:
-        return str(state_directory(settings.gpu_pool_state_dir))
+        return str(state_directory(configured))
     except OSError:
-        return settings.gpu_pool_state_dir
-
-
-def _has_state_directory(chosen: str | None) -> bool:
-    try:
-        state_directory(chosen)
-    except OSError:
-        return False
-    return True
+        return None
 
 
 def _pool_settings(settings: ServerSettings) -> PoolSettings:

@@ -129,18 +129,34 @@ class FastPathAPI(FastAPI):
         return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = self.find_route(scope) if scope["type"] == "http" else None
+        found = self._find_route(scope) if scope["type"] == "http" else None
         if found is None:
             await super().__call__(scope, receive, send)
-        else:
-            route, identifier = found
-            await self._serve(route, RequestContext(self.parts, scope, receive, identifier), send)
+            return
+        route, identifier = found
+        context = RequestContext(self.parts, scope, receive, identifier)
+        try:
+            if not route.is_open:
+                context.caller = self.parts.authenticator.identify(scope, context.headers)
+            reply = await route.handler(context)
+        except Refusal as refusal:
+            reply = refusal.reply()
+        except REFUSED_BY_BROKER as error:
+            reply = as_refusal(error).reply()
+        except CallerGoneError:
+            return
+        status, body, extra = reply
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *extra]
+        if route.method == "GET":
+            headers += self._get_headers
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
-    def find_route(self, scope: Scope) -> tuple[FastRoute, str] | None:
+    def _find_route(self, scope: Scope) -> tuple[FastRoute, str] | None:
         """The route and the parameter in its path; None: FastAPI answers."""
         method, path = scope["method"], scope["path"]
         # Inside another application the path begins with where this one is mounted.
-        root = scope.get("root_path", "")
+        root = scope.get("root_path")
         if root and path.startswith(f"{root}/"):
             path = path[len(root) :]
         if method == "HEAD":
@@ -152,27 +168,6 @@ class FastPathAPI(FastAPI):
             if each.method == method and (match := pattern.fullmatch(path)):
                 return each, match[1]
         return None
-
-    async def _serve(self, route: FastRoute, context: RequestContext, send: Send) -> None:
-        try:
-            if not route.is_open:
-                context.caller = self.parts.authenticator.identify(context.scope, context.headers)
-            reply = await route.handler(context)
-        except Refusal as refusal:
-            reply = refusal.reply()
-        except REFUSED_BY_BROKER as error:
-            reply = as_refusal(error).reply()
-        except CallerGoneError:
-            return
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(reply.body)),
-            *reply.headers,
-        ]
-        if route.method == "GET":
-            headers += self._get_headers
-        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        await send({"type": "http.response.body", "body": reply.body})
 
 
 async def _never_called() -> None:

@@ -140,27 +140,10 @@ def _config(settings: ServerSettings, parts: ServerParts) -> dict[str, Any]:
     view = parts.view
     visibility = view.shown.visibility if view.shown is not None else None
     return {
-        "server": {
-            "host": settings.host,
-            "port": settings.port,
-            "reload": settings.reload,
-            "log_level": settings.log_level,
-            "access_log": settings.access_log,
-            "workers": settings.workers,
-        },
-        "api": {
-            "title": settings.title,
-            "version": settings.version,
-            "docs_url": settings.docs_url,
-            "redoc_url": settings.redoc_url,
-            "enable_cors": settings.enable_cors,
-            "api_prefix": settings.api_prefix,
-        },
-        "monitoring": {
-            "refresh_interval": settings.refresh_interval,
-            "max_history": settings.max_history,
-            "gpu_backend": settings.gpu_backend,
-        },
+        # The schemas name the settings that are shown.
+        "server": schemas.ServerConfig.model_validate(settings, from_attributes=True),
+        "api": schemas.APIConfig.model_validate(settings, from_attributes=True),
+        "monitoring": schemas.MonitoringConfig.model_validate(settings, from_attributes=True),
         "gpu_filtering": {
             "cuda_visible_devices": view.filter.value,
             "visible_gpu_ids": None if visibility is None else [gpu.index for gpu in visibility.gpus],

@@ -13,7 +13,7 @@ from functools import lru_cache
 from hashlib import sha256
 from hmac import compare_digest
 from ipaddress import IPv6Address, ip_address
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpu_worker_pool.gpu_server.responses import Refusal
 
@@ -48,9 +48,16 @@ _PROXY_HEADERS: Final = frozenset(
     ]
 )
 _PROXY_PREFIXES: Final = (b"x-forwarded", b"x-original-", b"x-envoy-", b"x-arr-", b"x-azure-", b"x-amzn-")
-_OURS: Final = frozenset(
-    [b"host", b"origin", b"sec-fetch-site", b"authorization", b"content-type", b"content-length", b"x-lease-token"]
-)
+#: The fields of `RequestHeaders` by header.
+_FIELDS: Final = {
+    b"host": "host",
+    b"origin": "origin",
+    b"sec-fetch-site": "fetch_site",
+    b"authorization": "authorization",
+    b"content-type": "content_type",
+    b"content-length": "content_length",
+    b"x-lease-token": "lease_token",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +85,15 @@ class RequestHeaders(NamedTuple):
 
 
 def read_headers(scope: Scope) -> RequestHeaders:
-    found: dict[bytes, bytes] = {}
-    is_proxied, twice = False, None
+    found: dict[str, Any] = {}
     for name, value in scope["headers"]:
-        if name in _OURS:
-            if name in found:
-                twice = twice or name.decode()
-            found[name] = value
+        if field := _FIELDS.get(name):
+            if field in found:
+                found.setdefault("twice", name.decode())
+            found[field] = value
         elif name in _PROXY_HEADERS or name.startswith(_PROXY_PREFIXES):
-            is_proxied = True
-    get = found.get
-    return RequestHeaders(
-        get(b"host"),
-        get(b"origin"),
-        get(b"sec-fetch-site"),
-        get(b"authorization"),
-        get(b"content-type"),
-        get(b"content-length"),
-        get(b"x-lease-token"),
-        is_proxied,
-        twice,
-    )
+            found["is_proxied"] = True
+    return RequestHeaders(**found)
 
 
 class Authenticator:
