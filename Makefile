@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint test-long bench format docs picture clean
 
-help: ## show what can be made
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 TOOLS := $(VENV)/.tools
@@ -23,9 +23,9 @@ $(READY): $(TOOLS) pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $(READY)
 
-install: $(READY) ## set up .venv with the package and what its tests need
+install: $(READY) ## set up .venv with the package and its test tools
 
-demo: $(READY) ## see the pool at work
+demo: $(READY) ## watch simulated workers share simulated GPUs
 	@$(BIN)/gpu-pool demo
 
 test: lint ## check style and types, run the tests
@@ -36,7 +36,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-test-long: $(READY) ## the same properties over many more random histories
+test-long: $(READY) ## check the same properties over many more random histories
 	$(BIN)/python -m pytest -n 2 -m long --timeout 3600
 
 bench: $(READY) ## measure speed, as ratios within one run
@@ -47,14 +47,14 @@ bench: $(READY) ## measure speed, as ratios within one run
 	$(BIN)/python -m bench.cli
 	$(BIN)/python -m bench.page
 
-format: $(READY) ## let ruff rewrite the code
+format: $(READY) ## format the code with ruff
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: $(READY) ## draw the diagrams in docs/ anew from the code
+docs: $(READY) ## redraw the diagrams in docs/ from the code
 	$(BIN)/python docs/draw_diagrams.py
 
-picture: $(READY) ## take the README's picture of the live page anew
+picture: $(READY) ## retake the README's picture of the live page
 	$(BIN)/python -m tests.dashboard.take_picture
 
 clean: ## remove .venv and everything generated

@@ -1,0 +1,1 @@
+"""Benchmarks; `make bench` runs all of them."""

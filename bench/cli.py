@@ -1,4 +1,4 @@
-"""How fast the command line is: each line a ratio within this run, to what Python itself takes to do nothing.
+"""Measures the command line, as ratios within one run to the start of an empty Python program.
 
     make bench
 
@@ -26,9 +26,9 @@ TURNS = 15
 GRANTS = 5
 NOTHING = [sys.executable, "-c", "pass"]
 GPU_POOL = [sys.executable, "-m", "gpu_worker_pool"]
-#: Prints when it began, and stays so long that it can be looked at.
+#: Prints when it started, and runs long enough to be observed.
 CLOCK = ["sh", "-c", "date +%s.%N; exec sleep 1"]
-#: `run` has so long to start a command once it was granted a GPU.
+#: The longest time `run` may take from the grant to the start of the command.
 START_MS = 150.0
 
 
@@ -39,13 +39,13 @@ def milliseconds(command: Sequence[str], environment: dict[str, str]) -> float:
 
 
 def side_by_side(commands: Sequence[Sequence[str]], environment: dict[str, str]) -> list[float]:
-    """The median of each; they take turns, so that a noisy moment is everybody's."""
+    """The median of each. They run in turns, so that noise affects all of them."""
     turns = [[milliseconds(command, environment) for command in commands] for _ in range(TURNS + 1)]
-    return [median(times) for times in zip(*turns[1:], strict=True)]  # the first one writes what is compiled
+    return [median(times) for times in zip(*turns[1:], strict=True)]  # the first turn compiles
 
 
 def from_grant_to_start_ms(environment: dict[str, str]) -> float:
-    """Of one that waits: from what the ledger says to what the command's own clock says."""
+    """For a waiting `run`: from the grant in the ledger to the start that the command printed."""
     holder = subprocess.Popen([*GPU_POOL, "run", "--", "sleep", "2"], env=environment)
     time.sleep(1)
     command = [*GPU_POOL, "run", "-q", "--", *CLOCK]
@@ -79,14 +79,14 @@ def server(environment: dict[str, str]) -> Iterator[str]:
 
 
 def measure(folder: Path) -> Iterator[Row]:
-    # Programs that are installed were compiled once.
+    # An installed program is already compiled.
     unwanted = ("GPU_", "CUDA_", "PYTHONDONTWRITEBYTECODE")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     environment = inherited | {"GPU_BACKEND": "simulated:1", "GPU_POOL_STATE_DIR": str(folder)}
     run, help_ = [*GPU_POOL, "run", "--", "true"], [*GPU_POOL, "--help"]
     nothing, helped, ran = side_by_side([NOTHING, help_, run], environment)
     yield Row("gpu-pool --help", helped, nothing, 6, is_speed=False)
-    # 0.26 s where `python -c pass` takes 0.02 s, which is what the nearest peer takes.
+    # 0.26 s where `python -c pass` takes 0.02 s: as long as the nearest peer takes.
     yield Row("gpu-pool run -- true, a GPU is free", ran, nothing, 13, is_speed=False)
     with server(environment) as url:
         nothing, ran = side_by_side([NOTHING, [*GPU_POOL, "run", "-e", url, "--", "true"]], environment)

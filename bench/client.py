@@ -1,4 +1,4 @@
-"""How fast the client is: each line a ratio within this run. Real HTTP on this machine.
+"""Measures the client, as ratios within one run, with real HTTP on this machine.
 
     make bench
 
@@ -28,7 +28,7 @@ from gpu_worker_pool.gpu_monitor import GPUMonitor
 TURNS = 7
 ENDPOINTS = 200
 
-#: A server in a process of its own, so that its time is not ours: one body for every port it listens on.
+#: A server in a separate process, so that its time is not counted: the same body on every port.
 SERVE = """
 import asyncio, sys
 body = sys.argv[2].encode()
@@ -114,7 +114,7 @@ async def measure_uncontended() -> Row:
     async with servers(1) as urls, GPUWorkerPoolClient(service_endpoint=urls[0], environ={}) as client:
         ours, other = await best_of(lambda: cycles(client, number), theirs)
     what = "request + release, uncontended, against async with Semaphore"
-    return Row(what, ours / number * 1e6, other / number * 1e6, 0.06, is_speed=True)
+    return Row(what, ours / number * 1e6, other / number * 1e6, 0.04, is_speed=True)
 
 
 async def measure_contended() -> Row:
@@ -137,11 +137,11 @@ async def measure_contended() -> Row:
 
         ours, other = await best_of(lambda: all_of(our_worker), lambda: all_of(their_worker))
     what = "20,000 workers through 8 GPUs, against async with Semaphore"
-    return Row(what, ours / workers * 1e6, other / workers * 1e6, 0.5, is_speed=True)
+    return Row(what, ours / workers * 1e6, other / workers * 1e6, 0.35, is_speed=True)
 
 
 async def measure_poll(*, as_json: bool) -> Row:
-    """One fetch of each of 200 endpoints at once, every field of it checked, against the same GETs left unchecked."""
+    """One poll of 200 endpoints at once with every field checked, against the same GETs unchecked."""
     async with servers(ENDPOINTS) as urls, make_session() as session:
         pool = MultiEndpointHTTPClientPool(timeout_seconds=30, session=session)
         clients = [pool.client_for(EndpointConfig(f"e{number}", url)) for number, url in enumerate(urls)]
@@ -201,7 +201,7 @@ async def measure_idle() -> Row:
 
 
 async def measure_waiters() -> Row:
-    """What a request that waits adds, its task and future included, in bytes."""
+    """The memory of one waiting request in bytes, with its task and future."""
     number = 10_000
     async with servers(1) as urls, GPUWorkerPoolClient(service_endpoint=urls[0], environ={}) as client:
         held = [await client.request_gpu() for _ in range(8)]

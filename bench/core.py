@@ -1,9 +1,9 @@
-"""How fast the core is: each line a ratio within this run, because machines differ and are noisy.
+"""Measures the core, as ratios within one run, because machines differ and are noisy.
 
     make bench
 
-Every pair is measured in turns, and the best of all turns counts on both sides: what disturbed one turn is not the
-program's. `--strict` makes it exit with 1 if a target is missed.
+Every pair is measured in turns, and the best turn of each side counts, so that noise in one turn does not matter.
+`--strict` makes it exit with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def timed_async(run: Callable[[], Awaitable[object]]) -> float:
 
 
 async def uncontended(*, with_statement: bool) -> Row:
-    """One worker after another, through the public manager, against a semaphore of as many places."""
+    """One worker after another, through the public manager, against a semaphore of the same size."""
     cycles = 20_000
     semaphore = asyncio.Semaphore(8)
 
@@ -68,7 +68,7 @@ async def uncontended(*, with_statement: bool) -> Row:
 
 
 async def contended() -> Row:
-    """Very many workers at once, each of which gives way once while it holds its GPU."""
+    """Many workers at once, each of which yields once while it holds its GPU."""
     workers = 20_000
     semaphore = asyncio.Semaphore(8)
 
@@ -99,7 +99,7 @@ async def contended() -> Row:
 
 
 class Crowd:
-    """A pool with so many GPUs and so many waiters, and one more grant at a time."""
+    """A pool with a given number of GPUs and waiters, and one more grant at a time."""
 
     def __init__(self, number_of_gpus: int, number_of_waiters: int, number_of_hosts: int = 1) -> None:
         self.pool = Pool(PoolSettings(remember_at_most=1000))

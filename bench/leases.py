@@ -1,6 +1,6 @@
-"""How fast leases are: each line a ratio within this run. Real processes on this machine, simulated GPUs.
+"""Measures leases, as ratios within one run, with real processes on this machine and simulated GPUs.
 
-What is compared is how long things take for those who ask, with both servers on the same disk at the same time.
+It compares the times that clients see, with both servers on the same disk at the same time.
 `--strict` makes it exit with 1 if a target is missed.
 """
 
@@ -30,7 +30,7 @@ PAIRS_EACH = 30
 HAND_OVERS = 400
 GRANTS = 150
 
-#: The same server, with one bare commit for every request; as plain as FastAPI allows.
+#: A minimal FastAPI server that makes one bare commit per request.
 BARE = """
 import os, apsw
 from fastapi import FastAPI, Request
@@ -52,7 +52,7 @@ BARE_SERVER += ["--http", "gpu_worker_pool.gpu_server.connections:GuardedProtoco
 
 
 class Connection:
-    """One kept-open connection that asks and waits for the answer, with as little of its own as can be."""
+    """One persistent connection that sends a request and waits for the answer, with little overhead."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -116,7 +116,7 @@ async def measure_pairs(our_port: int, bare_port: int, clients: int, pairs: int)
     return min(ours), min(theirs)
 
 
-#: A waiter in a process of its own: says when it was told, on the clock that all processes share.
+#: A waiter in a separate process: prints when it got the grant, by the clock that all processes share.
 WAITER = """
 import http.client, json, sys, time
 connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
@@ -200,7 +200,7 @@ def _listen_to_nobody(_: object) -> None:
 
 
 async def grants_among(waiting: int, path: Path) -> float:
-    """Microseconds from a release to the next one's grant, both on the disk, with so many waiting."""
+    """Microseconds from a release to the next grant, both on disk, with a given number of waiters."""
     ledger = SQLiteLedger(path, PoolSettings(), _listen_to_nobody)
     readings = tuple(
         Reading(f"GPU-{index}", index, "any", None, 24_000.0, 0.0, None, 0.0, processes=()) for index in range(8)

@@ -1,6 +1,6 @@
-"""What the live page costs: bytes to load it, and CPU of a browser that shows 64 busy GPUs at one sample a second.
+"""Measures the live page: bytes to load it, and CPU of a browser that shows 64 busy GPUs at one sample per second.
 
-Needs Chromium and playwright. No graphics card helps to draw here, which makes drawing as dear as it gets.
+Needs Chromium and playwright. It draws without a graphics card, which is the worst case.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gpu_worker_pool.gpu_server.settings import ServerSettings
 from gpu_worker_pool.hardware.samples import DriverAnswer, GPUReading
 
 GPUS = 64
-#: Until the history is full enough for the page to get all it asks for, and no lease counts its seconds any more.
+#: Until the history has all that the page requests, and no lease shows seconds any more.
 HISTORY_SECONDS = 62
 MEASURED_SECONDS = 30
 MOST_BYTES = 200_000
@@ -38,7 +38,7 @@ MOST_CPU = 0.10
 
 
 class BusyGPUs:
-    """Every value of every GPU changes with every reading, as it does where people work."""
+    """Every value of every GPU changes with every reading, as on busy hosts."""
 
     def __init__(self) -> None:
         self._random = random.Random(1)  # noqa: S311  # no secret
@@ -110,7 +110,7 @@ def processes_below(pid: int) -> list[int]:
 
 
 def cpu_seconds_of_browsers() -> Counter[str]:
-    """By kind of process, of all Chromium processes that this one has started."""
+    """CPU seconds by kind of process, of all Chromium processes that this one started."""
     spent: Counter[str] = Counter()
     for pid in processes_below(os.getpid()):
         words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").split()
@@ -122,7 +122,7 @@ def cpu_seconds_of_browsers() -> Counter[str]:
 
 
 def measure(url: str, chromium: str) -> tuple[int, Counter[str], float]:
-    """Bytes until all was shown that there is, CPU seconds afterwards, and how long that was."""
+    """Bytes until everything is shown, CPU seconds afterwards, and the duration of that."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1920, "height": 1080})
@@ -132,7 +132,7 @@ def measure(url: str, chromium: str) -> tuple[int, Counter[str], float]:
         is_shown = False
 
         def arrived(event: dict[str, Any]) -> None:
-            # The stream goes on for ever: of it only what is there before the GPUs are shown counts.
+            # The stream never ends: count only what arrives before the GPUs are shown.
             if urls.get(event["requestId"], "").endswith("/events") and not is_shown:
                 received["/events"] += event["encodedDataLength"] or event["dataLength"]
 

@@ -1,6 +1,6 @@
-"""How fast the server is: each line a ratio within this run. Real processes on this machine, simulated GPUs.
+"""Measures the server, as ratios within one run, with real processes on this machine and simulated GPUs.
 
-What is compared is the processor time that the server's process used, which a slow client does not change.
+It compares the CPU time of the server's process, which a slow client does not change.
 `--strict` makes it exit with 1 if a target is missed.
 """
 
@@ -86,7 +86,7 @@ def fetch(port: int, path: str) -> bytes:
 
 
 def microseconds_a_request(pid: int, port: int, path: str) -> float:
-    """Of the server's processor time."""
+    """A ratio of the server's CPU time."""
     request = f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
     connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(CONNECTIONS)]
     begun = processor_seconds(pid)
@@ -116,7 +116,7 @@ def measure_summary(folder: Path) -> Row:
 
 
 def measure_listeners(folder: Path) -> Row:
-    """What a thousand streams add to the server's processor time, at one sample a second of 8 GPUs."""
+    """The CPU time that a thousand streams add to the server, at one sample per second of 8 GPUs."""
     with server(OURS, folder, GPU_BACKEND="simulated:8", REFRESH_INTERVAL="1") as (pid, port):
         seconds = 10.0
         begun = processor_seconds(pid)
@@ -149,7 +149,7 @@ async def main():
         async def drain():
             while await reader.read(1 << 16):
                 pass
-            writer.close()  # named here, so that the connection is kept until now
+            writer.close()  # a reference, so that the connection stays open until now
             sys.exit("the server ended a stream")
         return asyncio.create_task(drain())
     tasks = [await listen() for _ in range(count)]

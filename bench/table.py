@@ -1,4 +1,4 @@
-"""One table of ratios for every benchmark: what ours costs beside another's, and whether the target is reached."""
+"""Prints the table of ratios of a benchmark: our cost, the other's cost, and whether the target is reached."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 @dataclass
 class Row:
     what: str
-    #: Both in the same unit, whichever it is: only their ratio is judged.
+    #: Both in the same unit; only their ratio matters.
     ours: float
     other: float
-    #: What the ratio must reach: speeds at least this, costs at most this.
+    #: The target for the ratio: a speed must be at least this, a cost at most this.
     target: float
     is_speed: bool
 

@@ -1,1 +1,1 @@
-"""Programs to read and to run; `config_examples` may be imported, too."""
+"""Programs to read and to run; `config_examples` can also be imported."""

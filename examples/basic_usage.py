@@ -1,8 +1,8 @@
-"""One pool, from the first request to the last release.
+"""Shows one pool, from the first request to the last release.
 
     $ GPU_SERVICE_ENDPOINT=http://gpu-server:8000 python examples/basic_usage.py
 
-Without a GPU at hand, start a server that pretends: `GPU_BACKEND=simulated:4 python -m gpu_worker_pool.gpu_server`.
+Without a GPU, start a server that simulates some: `GPU_BACKEND=simulated:4 python -m gpu_worker_pool.gpu_server`.
 """
 
 # ruff: noqa: T201  # a program for people prints
@@ -21,7 +21,7 @@ from gpu_worker_pool import (
     WorkerTimeoutError,
 )
 
-#: Long enough for a server that has just been started; a program of yours will be more patient.
+#: Long enough for a server that has just been started; your programs will wait longer.
 TIMEOUT_SECONDS = 30.0
 
 
@@ -36,10 +36,10 @@ async def show_the_pool(client: GPUWorkerPoolClient) -> None:
 
 
 async def use_one_gpu(client: GPUWorkerPoolClient) -> None:
-    """The plain way: ask, work, give back whatever happens."""
+    """The usual way: request, work, and release whatever happens."""
     assignment = await client.request_gpu(timeout=TIMEOUT_SECONDS, label="basic example")
     try:
-        # A child process sees this GPU and no other, by the same number that nvidia-smi gives it.
+        # A child process sees only this GPU, with the same index as in nvidia-smi.
         program = "import os; print('  a child sees CUDA_VISIBLE_DEVICES =', os.environ['CUDA_VISIBLE_DEVICES'])"
         print(f"{assignment.worker_id} has GPU {assignment.gpu_id}")
         sys.stdout.flush()
@@ -51,7 +51,7 @@ async def use_one_gpu(client: GPUWorkerPoolClient) -> None:
 
 
 async def share_among_workers(client: GPUWorkerPoolClient) -> None:
-    """More workers than GPUs: who comes first is served first, and nobody gets what another one has."""
+    """More workers than GPUs: first come, first served, and no GPU has two workers."""
     holders: dict[object, int] = {}
 
     async def work(number: int) -> None:
@@ -82,7 +82,7 @@ async def main() -> int:
     try:
         async with GPUWorkerPoolClient() as client:
             if not client.get_pool_status().total_gpus:
-                # A server may still be starting. Whoever asks anyway waits until it is there.
+                # A server may still be starting: a request waits until it answers.
                 assignment = await client.request_gpu(timeout=TIMEOUT_SECONDS)
                 await client.release_gpu(assignment)
             await show_the_pool(client)

@@ -1,10 +1,10 @@
-"""Configurations to start from, and a validator that knows the usual mistakes.
+"""Checks configuration files for the usual mistakes, and tries them out.
 
     $ python examples/config_examples.py                      # the three files beside this one
-    $ python examples/config_examples.py my.env               # a file of yours, before it is used
+    $ python examples/config_examples.py my.env               # your own file, before you use it
 
-With GPU_SERVICE_ENDPOINT or GPU_STATS_SERVICE_ENDPOINTS set, each configuration is also tried: how many GPUs would it
-find available now?
+With GPU_SERVICE_ENDPOINT or GPU_STATS_SERVICE_ENDPOINTS set, it also shows how many GPUs would be available now with
+each configuration.
 """
 
 # ruff: noqa: T201  # a program for people prints
@@ -38,7 +38,7 @@ V = TypeVar("V")
 
 HERE = Path(__file__).parent
 FILES = [HERE / f"{name}.env" for name in ("conservative", "balanced", "aggressive")]
-#: Read by the client, each with the type its text stands for.
+#: The client's variables, each with its type.
 VARIABLES: dict[str, Callable[[str], object]] = {
     "GPU_SERVICE_ENDPOINT": str,
     "GPU_STATS_SERVICE_ENDPOINTS": str,
@@ -54,7 +54,7 @@ VARIABLES: dict[str, Callable[[str], object]] = {
 
 
 class Result(TypedDict):
-    """`errors`: the client would refuse it. `warnings`: it would take it, but hardly as it was meant."""
+    """`errors`: the client refuses it. `warnings`: the client accepts it, but it is probably a mistake."""
 
     valid: bool
     errors: list[str]
@@ -62,7 +62,7 @@ class Result(TypedDict):
 
 
 class ConfigurationValidator:
-    """Looks at values before a client does. It connects to nothing."""
+    """Checks values before a client uses them. It connects to nothing."""
 
     def validate_thresholds(self, memory: object, utilization: object) -> Result:
         errors: list[str] = []
@@ -72,14 +72,14 @@ class ConfigurationValidator:
         if first is not None and second is not None and first > second:
             warnings.append(
                 f"the memory threshold {first:g} is above the utilization threshold {second:g}: are they swapped? "
-                "Memory that is not there fails a job, a busy card only slows it down"
+                "Missing memory makes a job fail, a busy card only slows it down"
             )
         return _result(errors, warnings)
 
     def validate_service_endpoint(self, url: object) -> Result:
         """One URL, or `name=URL`."""
         if not isinstance(url, str):
-            return _result([f"a URL is a text such as 'http://gpu-server:8000', not {url!r}"], [])
+            return _result([f"a URL is a string such as 'http://gpu-server:8000', not {url!r}"], [])
         errors: list[str] = []
         warnings: list[str] = []
         text = url.strip()
@@ -96,7 +96,7 @@ class ConfigurationValidator:
                 errors.append(f"the scheme is missing: is http://{text} meant?")
             return _result(errors, warnings)
         parts = urlsplit(endpoint.url)
-        if parts.hostname in ("0.0.0.0", "::"):  # noqa: S104  # somebody may have copied it from the server's HOST
+        if parts.hostname in ("0.0.0.0", "::"):  # noqa: S104  # probably copied from the server's HOST
             warnings.append(f"{parts.hostname} is for a server to listen on; name the host to connect to")
         if parts.port == 8080:
             warnings.append("a GPU server listens on port 8000 unless its PORT says otherwise")
@@ -107,7 +107,7 @@ class ConfigurationValidator:
         return _result(errors, warnings)
 
     def validate_service_endpoints(self, urls: str) -> Result:
-        """Several, with commas between them."""
+        """Several, separated by commas."""
         entries = [entry for entry in urls.split(",") if entry.strip()]
         errors = [] if entries else ["name at least one URL"]
         warnings: list[str] = []
@@ -124,20 +124,20 @@ class ConfigurationValidator:
         warnings: list[str] = []
         interval = _checked(validate_polling_interval, seconds, "the polling interval", errors)
         if interval is not None and interval < 1:
-            warnings.append("a server reads its GPUs once a second unless its REFRESH_INTERVAL says otherwise")
+            warnings.append("a server reads its GPUs once per second unless its REFRESH_INTERVAL says otherwise")
         if interval is not None and interval > 60:
-            warnings.append(f"{interval:g} s is long for readings to decide by; are milliseconds meant?")
+            warnings.append(f"{interval:g} s is long for a polling interval; are milliseconds meant?")
         return _result(errors, warnings)
 
     def validate_environment(self, environ: Mapping[str, str]) -> Result:
-        """All variables of the client together, and those that look as if they were meant to be."""
+        """All variables of the client together, and those that look like misspelt ones."""
         values: dict[str, object] = {}
         for name, convert in VARIABLES.items():
             if text := environ.get(name, "").strip():
                 try:
                     values[name] = convert(text)
                 except ValueError:
-                    values[name] = text  # the validator says better what was expected
+                    values[name] = text  # the validator's message is better
         results = [
             self.validate_thresholds(
                 values.get("GPU_MEMORY_THRESHOLD_PERCENT", 80.0), values.get("GPU_UTILIZATION_THRESHOLD_PERCENT", 90.0)
@@ -162,10 +162,10 @@ class ConfigurationValidator:
         for name, validate in checks.items():
             if name in values:
                 _checked(validate, values[name], name, errors)
-        # GPU_BACKEND is the server's, GPU_POOL_… belongs to both.
+        # GPU_BACKEND is for the server, GPU_POOL_… for both.
         strange = [name for name in environ if name.startswith("GPU_") and name not in VARIABLES]
         warnings += [
-            f"{name} is no variable of the client; is it misspelt?"
+            f"{name} is not a variable of the client; is it misspelt?"
             for name in strange
             if name != "GPU_BACKEND" and not name.startswith("GPU_POOL_")
         ]
@@ -189,7 +189,7 @@ class ConfigurationValidator:
 
 
 def _checked(validate: Callable[[V, str], T], value: V, name: str, errors: list[str]) -> T | None:
-    """What the package itself makes of a value; None, and what it says, if it refuses it."""
+    """The validated value; or None, with the package's message in `errors`."""
     try:
         return validate(value, name)
     except ValueError as error:
@@ -230,7 +230,7 @@ async def main(paths: list[Path]) -> int:
         for problem in result["errors"] + result["warnings"]:
             print(f"  {problem}")
         status = status if result["valid"] else 1
-        # What the file says counts more than the environment.
+        # The file overrides the environment.
         if endpoints := endpoints_of(settings) or endpoints_of(os.environ):
             await try_out({**endpoints, **settings})
     return status

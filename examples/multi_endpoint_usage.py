@@ -1,4 +1,4 @@
-"""One pool over several servers: who gets what, how each server is, and what happens when one fails.
+"""Shows one pool over several servers: shares, health, and what happens when one fails.
 
 $ GPU_STATS_SERVICE_ENDPOINTS=http://gpu1:8000,http://gpu2:8000 python examples/multi_endpoint_usage.py
 $ GPU_STATS_SERVICE_ENDPOINTS=big=http://gpu1:8000,small=http://gpu2:8000 python examples/multi_endpoint_usage.py
@@ -33,7 +33,7 @@ def show_the_endpoints(client: GPUWorkerPoolClient) -> None:
 
 
 async def compare_strategies() -> None:
-    """One request after the other, each given back before the next; then who served how many."""
+    """One request after the other, each released before the next; then the share of each server."""
     for strategy in ("availability", "round_robin", "weighted"):
         async with gpu_worker_pool_client(load_balancing_strategy=strategy) as client:
             for _ in range(12):
@@ -47,13 +47,13 @@ async def compare_strategies() -> None:
 async def use_one_gpu(client: GPUWorkerPoolClient) -> None:
     assignment = await client.request_gpu(timeout=TIMEOUT_SECONDS)
     assert isinstance(assignment, GlobalGPUAssignment)
-    # The global id says which host; what a process on that host needs is in `env`, with the host's own number.
+    # The global id names the host; `env` is for a process on that host, with the host's own index.
     print(f"{assignment.gpu_id} is GPU {assignment.local_gpu_id} of {assignment.endpoint_id}: {assignment.env}")
     await client.release_gpu(assignment)
 
 
 async def wait_out_a_failure(client: GPUWorkerPoolClient) -> None:
-    """What you would do in a program that must not fail because all servers are being rebooted."""
+    """For a program that must not fail while all servers reboot."""
 
     async def ask() -> GPUAssignment:
         return await client.request_gpu(timeout=TIMEOUT_SECONDS)
@@ -61,7 +61,7 @@ async def wait_out_a_failure(client: GPUWorkerPoolClient) -> None:
     assignment = await client.queue_request_for_retry(ask)
     await client.release_gpu(assignment)
     for endpoint_id in client.get_error_recovery_status()["degradation_manager"]["degraded_endpoints"]:
-        # Somebody has just repaired it: no need to wait until its breaker thinks so.
+        # If you have just repaired it, there is no need to wait for its breaker.
         print(f"asking {endpoint_id} again: {await client.trigger_endpoint_recovery(endpoint_id)}")
     client.print_error_recovery_summary()
 
@@ -73,7 +73,7 @@ async def main() -> int:
                 print("set GPU_STATS_SERVICE_ENDPOINTS to the URLs of several servers", file=sys.stderr)
                 return 2
             if client.get_health()["status"] == "unhealthy":
-                # Waits for the first server that answers; raises if none does in time.
+                # Waits for the first server to answer; raises if none does in time.
                 await client.release_gpu(await client.request_gpu(timeout=TIMEOUT_SECONDS))
             show_the_endpoints(client)
             await use_one_gpu(client)

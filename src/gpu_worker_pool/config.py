@@ -10,15 +10,15 @@ import contextlib
 import ipaddress
 import itertools
 import logging
-import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeGuard, TypeVar, get_args
+from typing import Literal, NamedTuple, Protocol, Self, TypeGuard, TypeVar, get_args
 
 from gpu_worker_pool.core.settings import Strategy
+from gpu_worker_pool.environment import Environment, one_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +31,12 @@ DEFAULT_SERVICE_ENDPOINT = "http://localhost:8080"
 DEFAULT_LOAD_BALANCING_STRATEGY: Strategy = "availability"
 DEFAULT_MEMORY_THRESHOLD = 80.0
 DEFAULT_UTILIZATION_THRESHOLD = 90.0
-DEFAULT_POLLING_INTERVAL = 5
+DEFAULT_POLLING_INTERVAL: float = 5
 DEFAULT_WORKER_TIMEOUT = 300.0
 DEFAULT_REQUEST_TIMEOUT = 30.0
 DEFAULT_ENDPOINT_TIMEOUT = 10.0
 DEFAULT_ENDPOINT_MAX_RETRIES = 3
-DEFAULT_ENDPOINT_HEALTH_CHECK_INTERVAL = 30
+DEFAULT_ENDPOINT_HEALTH_CHECK_INTERVAL: float = 30
 DEFAULT_COORDINATION: Coordination = "auto"
 DEFAULT_LEASE_TTL = 60.0
 SHORTEST_LEASE_TTL, LONGEST_LEASE_TTL = 2.0, 3600.0
@@ -75,12 +75,12 @@ def validate_max_retries(value: object, name: str = "endpoint_max_retries") -> i
 
 def validate_load_balancing_strategy(value: object, name: str = "load_balancing_strategy") -> Strategy:
     strategies: tuple[Strategy, ...] = get_args(Strategy)
-    return _one_of(strategies, value, name)
+    return one_of(strategies, value, name)
 
 
 def validate_coordination(value: object, name: str = "coordination") -> Coordination:
     choices: tuple[Coordination, ...] = get_args(Coordination)
-    return _one_of(choices, value, name)
+    return one_of(choices, value, name)
 
 
 def validate_lease_ttl(value: object, name: str = "lease_ttl") -> float:
@@ -102,13 +102,6 @@ def validate_flag(value: object, name: str = "allow_insecure_key") -> bool:
     if isinstance(value, bool):
         return value
     raise ValueError(f"{name} must be True or False, not {value!r}")
-
-
-def _one_of(choices: tuple[T, ...], value: object, name: str) -> T:
-    for choice in choices:
-        if value == choice:
-            return choice
-    raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -284,52 +277,38 @@ class EnvironmentConfigurationManager:
     def __init__(
         self, environ: Mapping[str, str] | None = None, complain: Callable[[str], object] = logger.error
     ) -> None:
-        self._environ = os.environ if environ is None else environ
-        self._complain = complain
-        self._logged: set[str] = set()
+        self._environment = Environment(environ, complain)
 
     def get_service_endpoint(self) -> str:
         return self._get_single_endpoint().url
 
     def get_memory_threshold(self) -> float:
-        return self._get("GPU_MEMORY_THRESHOLD_PERCENT", float, validate_threshold, DEFAULT_MEMORY_THRESHOLD)
+        return self._get("GPU_MEMORY_THRESHOLD_PERCENT", DEFAULT_MEMORY_THRESHOLD, float, validate_threshold)
 
     def get_utilization_threshold(self) -> float:
-        return self._get("GPU_UTILIZATION_THRESHOLD_PERCENT", float, validate_threshold, DEFAULT_UTILIZATION_THRESHOLD)
+        return self._get("GPU_UTILIZATION_THRESHOLD_PERCENT", DEFAULT_UTILIZATION_THRESHOLD, float, validate_threshold)
 
     def get_polling_interval(self) -> float:
         """Seconds: an int where whole."""
-        return self._get("GPU_POLLING_INTERVAL", float, validate_polling_interval, DEFAULT_POLLING_INTERVAL)
+        return self._get("GPU_POLLING_INTERVAL", DEFAULT_POLLING_INTERVAL, float, validate_polling_interval)
 
     def _get_single_endpoint(self) -> EndpointConfig:
-        return self._get("GPU_SERVICE_ENDPOINT", str, parse_endpoint, DEFAULT_SERVICE_ENDPOINT)
+        def checked(text: str, name: str) -> str:
+            parse_endpoint(text, name)
+            return text
 
-    def _text(self, variable: str) -> str:
-        return self._environ.get(variable, "").strip()
+        return parse_endpoint(self._environment.get("GPU_SERVICE_ENDPOINT", DEFAULT_SERVICE_ENDPOINT, checked))
 
     def _get(
-        self,
-        variable: str,
-        convert: Callable[[str], object],
-        validate: Callable[[Any, str], T],
-        default: object,
+        self, variable: str, default: T, convert: Callable[[str], object], validate: Callable[[object, str], T]
     ) -> T:
-        text = self._text(variable)
-        if not text:
-            return validate(default, variable)
-        value: object = text
-        with contextlib.suppress(ValueError):  # the validator says better what was expected
-            value = convert(text)
-        try:
-            return validate(value, variable)
-        except ValueError as error:
-            self._complain_once(f"{error}; using the default {default!r}")
-            return validate(default, variable)
+        def parse(text: str, name: str) -> T:
+            value: object = text
+            with contextlib.suppress(ValueError):  # the validator says better what was expected
+                value = convert(text)
+            return validate(value, name)
 
-    def _complain_once(self, message: str) -> None:
-        if message not in self._logged:
-            self._logged.add(message)
-            self._complain(message)
+        return self._environment.get(variable, default, parse)
 
 
 class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
@@ -343,55 +322,50 @@ class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
 
     def is_endpoint_configured(self) -> bool:
         """Whether anything, good or bad, was said about endpoints."""
-        return any(map(self._text, (*self._ENDPOINT_LISTS, "GPU_SERVICE_ENDPOINT")))
+        return any(map(self._environment.text, (*self._ENDPOINT_LISTS, "GPU_SERVICE_ENDPOINT")))
 
     def get_load_balancing_strategy(self) -> Strategy:
         return self._get(
             "GPU_LOAD_BALANCING_STRATEGY",
+            DEFAULT_LOAD_BALANCING_STRATEGY,
             str.lower,
             validate_load_balancing_strategy,
-            DEFAULT_LOAD_BALANCING_STRATEGY,
         )
 
     def get_endpoint_timeout(self) -> float:
-        return self._get("GPU_ENDPOINT_TIMEOUT", float, validate_timeout, DEFAULT_ENDPOINT_TIMEOUT)
+        return self._get("GPU_ENDPOINT_TIMEOUT", DEFAULT_ENDPOINT_TIMEOUT, float, validate_timeout)
 
     def get_endpoint_max_retries(self) -> int:
-        return self._get("GPU_ENDPOINT_MAX_RETRIES", int, validate_max_retries, DEFAULT_ENDPOINT_MAX_RETRIES)
+        return self._get("GPU_ENDPOINT_MAX_RETRIES", DEFAULT_ENDPOINT_MAX_RETRIES, int, validate_max_retries)
 
     def get_endpoint_health_check_interval(self) -> float:
         return self._get(
             "GPU_ENDPOINT_HEALTH_CHECK_INTERVAL",
+            DEFAULT_ENDPOINT_HEALTH_CHECK_INTERVAL,
             float,
             validate_polling_interval,
-            DEFAULT_ENDPOINT_HEALTH_CHECK_INTERVAL,
         )
 
     def get_coordination(self) -> Coordination:
-        return self._get("GPU_POOL_COORDINATION", str.lower, validate_coordination, DEFAULT_COORDINATION)
+        return self._get("GPU_POOL_COORDINATION", DEFAULT_COORDINATION, str.lower, validate_coordination)
 
     def get_lease_ttl(self) -> float:
-        return self._get("GPU_POOL_LEASE_TTL", float, validate_lease_ttl, DEFAULT_LEASE_TTL)
+        return self._get("GPU_POOL_LEASE_TTL", DEFAULT_LEASE_TTL, float, validate_lease_ttl)
 
     def get_api_key(self) -> str | None:
-        variable = "GPU_POOL_API_KEY"
-        try:
-            return validate_api_key(self._text(variable), variable) if self._text(variable) else None
-        except ValueError as error:
-            self._complain_once(f"{error}; doing without it")
-            return None
+        return self._environment.get("GPU_POOL_API_KEY", None, validate_api_key)
 
     #: The first that names a good URL wins.
     _ENDPOINT_LISTS = ("GPU_STATS_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINTS")
 
     def _get_multiple_endpoints(self) -> list[EndpointConfig]:
         for variable in self._ENDPOINT_LISTS:
-            endpoints, problems = _read_endpoints(self._text(variable), variable)
+            endpoints, problems = _read_endpoints(self._environment.text(variable), variable)
             if any(endpoint.url == LOCAL_ENDPOINT for endpoint in endpoints):
                 problems.append(f"{variable}: local:// cannot be one of several; set GPU_SERVICE_ENDPOINT to it")
                 endpoints = tuple(endpoint for endpoint in endpoints if endpoint.url != LOCAL_ENDPOINT)
             for problem in problems:
-                self._complain_once(f"{problem}; ignoring it")
+                self._environment.complain(f"{problem}; ignoring it")
             if endpoints:
                 return list(endpoints)
         return []

@@ -141,13 +141,21 @@ class ServiceRetryableError(RetryableError):
     status: int | None
     #: How long the service asks to be left alone; `None` where it does not say.
     retry_after_seconds: float | None
+    #: The service's own explanation; empty where it gives none.
+    detail: str
 
     def __init__(
-        self, message: str | None = None, *, status: int | None = None, retry_after_seconds: float | None = None
+        self,
+        message: str | None = None,
+        *,
+        status: int | None = None,
+        retry_after_seconds: float | None = None,
+        detail: str = "",
     ) -> None:
         super().__init__(message)
         self.status = status
         self.retry_after_seconds = retry_after_seconds
+        self.detail = detail
 
 
 # --- the hardware of this host ---

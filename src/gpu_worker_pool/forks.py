@@ -38,7 +38,7 @@ class Forked:
     def __init__(self, pid: int) -> None:
         self._pid = pid
 
-    async def request_gpu(self, *_: object, **__: object) -> NoReturn:
+    async def acquire(self, *_: object) -> NoReturn:
         raise NotStartedError(
             f"the client was started in process {self._pid}, of which this one, {os.getpid()}, is a fork: "
             "make a new client in this process"

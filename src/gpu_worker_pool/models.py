@@ -7,13 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from datetime import datetime
-from math import inf
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-from gpu_worker_pool.leases.lifetime import LeaseLife
-
-if TYPE_CHECKING:
-    from gpu_worker_pool.leases.values import HeldLease
+from typing import Any, Protocol, TypeAlias
 
 #: A GPU's index on its host, or, with several endpoints, its global id `"endpoint:index"`.
 GPUId: TypeAlias = int | str
@@ -163,7 +157,25 @@ class EndpointInfo:
 # --- who has a GPU, and who waits ---
 
 
-@dataclass(frozen=True, init=False)
+class LeaseHealth(Protocol):
+    """What an assignment needs to know about its lease, from any thread."""
+
+    @property
+    def is_lost(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+    async def wait(self) -> None:
+        """Return when the lease is lost."""
+
+
+class AssignedGPU(Protocol):
+    @property
+    def index(self) -> int: ...
+    @property
+    def uuid(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
 class GPUAssignment:
     """What a worker gets: one GPU or, where it asked for more, several of one host."""
 
@@ -174,52 +186,32 @@ class GPUAssignment:
     _: KW_ONLY
     #: All GPUs, `gpu_id` first.
     gpu_ids: tuple[GPUId, ...] = ()
-    #: In the order of `gpu_ids`; empty where the server does not tell.
+    #: In the order of `gpu_ids`; empty where the server does not report them.
     gpu_uuids: tuple[str, ...] = ()
     lease_id: str | None = None
     #: Grows with every grant of a GPU, so that a late message of an old holder is recognised.
     fence: int | None = None
     expires_at: datetime | None = None
+    _lease_health: LeaseHealth | None = field(default=None, repr=False, compare=False)
 
-    # Made at every request: filling `__dict__` directly costs a third of the generated `__init__`, which
-    # calls `object.__setattr__` for every field.
-    def __init__(
-        self,
-        gpu_id: GPUId,
-        worker_id: str,
-        assigned_at: datetime,
-        *,
-        gpu_ids: Sequence[GPUId] = (),
-        gpu_uuids: Sequence[str] = (),
-        lease_id: str | None = None,
-        fence: int | None = None,
-        expires_at: datetime | None = None,
-    ) -> None:
-        if type(gpu_id) is not int or gpu_id < 0:
-            self._check_gpu_id("gpu_id", gpu_id)
-        if type(worker_id) is not str or not worker_id:
-            _check_text("worker_id", worker_id)
-        if type(assigned_at) is not datetime:
-            _check_datetime("assigned_at", assigned_at)
-        values = self.__dict__
-        values["gpu_id"] = gpu_id
-        values["worker_id"] = worker_id
-        values["assigned_at"] = assigned_at
-        values["gpu_ids"] = tuple(gpu_ids) if gpu_ids else (gpu_id,)
-        values["gpu_uuids"] = tuple(gpu_uuids) if gpu_uuids else ()
-        values["lease_id"] = lease_id
-        values["fence"] = fence
-        values["expires_at"] = expires_at
-        if gpu_ids:
+    def __post_init__(self) -> None:
+        self._check_gpu_id("gpu_id", self.gpu_id)
+        _check_text("worker_id", self.worker_id)
+        _check_datetime("assigned_at", self.assigned_at)
+        object.__setattr__(self, "gpu_ids", tuple(self.gpu_ids))
+        if self.gpu_ids:
             self._check_gpu_ids()
-        if gpu_uuids:
+        else:
+            object.__setattr__(self, "gpu_ids", (self.gpu_id,))
+        if self.gpu_uuids:
+            object.__setattr__(self, "gpu_uuids", tuple(self.gpu_uuids))
             self._check_gpu_uuids()
-        if lease_id is not None:
-            _check_text("lease_id", lease_id)
-        if fence is not None:
-            _check_count("fence", fence)
-        if expires_at is not None:
-            _check_datetime("expires_at", expires_at)
+        if self.lease_id is not None:
+            _check_text("lease_id", self.lease_id)
+        if self.fence is not None:
+            _check_count("fence", self.fence)
+        if self.expires_at is not None:
+            _check_datetime("expires_at", self.expires_at)
 
     @property
     def local_gpu_ids(self) -> tuple[int, ...]:
@@ -241,25 +233,24 @@ class GPUAssignment:
 
     @property
     def lost(self) -> bool:
-        """Whether the GPU is not yours any more though you did not release it: stop using it. Ask from any thread.
+        """True when the GPU is no longer yours although you did not release it: stop using it. Safe in any thread.
 
-        Only a lease can be lost: by its server's word, or because it could not be renewed for as long as it lives.
+        Only a lease can be lost: its server says so, or it was not renewed for its whole TTL.
         """
-        life = self._life
-        return life is not None and life.is_lost
+        return self._lease_health is not None and self._lease_health.is_lost
 
     @property
     def lost_reason(self) -> str | None:
-        life = self._life
-        return life.reason if life is not None and life.is_lost else None
+        return self._lease_health.reason if self._lease_health is not None and self._lease_health.is_lost else None
 
     async def wait_lost(self) -> None:
         """Return when `lost` becomes true; without a lease that is never."""
-        await (self._life or LeaseLife(inf, 0.0)).wait()
+        if self._lease_health is not None:
+            await self._lease_health.wait()
+        else:
+            import asyncio  # already loaded where this is called; elsewhere it is not worth the time
 
-    @property
-    def _life(self) -> LeaseLife | None:
-        return self.__dict__.get("_life_of_lease")
+            await asyncio.Event().wait()
 
     def _check_gpu_id(self, name: str, gpu_id: object) -> None:
         _check_count(name, gpu_id)
@@ -275,22 +266,6 @@ class GPUAssignment:
             raise ValueError(f"gpu_uuids must be as many as gpu_ids {self.gpu_ids!r}, not {self.gpu_uuids!r}")
         for uuid in self.gpu_uuids:
             _check_text("gpu_uuids", uuid)
-
-
-def assignment_of_one_gpu(
-    gpu_id: int, worker_id: str, assigned_at: datetime, gpu_uuids: tuple[str, ...], fence: int
-) -> GPUAssignment:
-    """For the pool itself, which knows these to be right: half the price of the constructor."""
-    assignment = object.__new__(GPUAssignment)
-    # What is not set here has its default from the class.
-    values = assignment.__dict__
-    values["gpu_id"] = gpu_id
-    values["worker_id"] = worker_id
-    values["assigned_at"] = assigned_at
-    values["gpu_ids"] = (gpu_id,)
-    values["gpu_uuids"] = gpu_uuids
-    values["fence"] = fence
-    return assignment
 
 
 @dataclass(frozen=True, init=False)
@@ -314,17 +289,20 @@ class GlobalGPUAssignment(GPUAssignment):
         worker_id: str,
         assigned_at: datetime,
         *,
-        gpu_ids: Sequence[str] = (),
-        gpu_uuids: Sequence[str] = (),
+        gpu_ids: tuple[str, ...] = (),
+        gpu_uuids: tuple[str, ...] = (),
         lease_id: str | None = None,
         fence: int | None = None,
         expires_at: datetime | None = None,
+        _lease_health: LeaseHealth | None = None,
     ) -> None:
         _check_global_gpu_id(global_gpu_id, endpoint_id, local_gpu_id)
-        values = self.__dict__
-        values["global_gpu_id"] = global_gpu_id
-        values["endpoint_id"] = endpoint_id
-        values["local_gpu_id"] = local_gpu_id
+        for name, value in (
+            ("global_gpu_id", global_gpu_id),
+            ("endpoint_id", endpoint_id),
+            ("local_gpu_id", local_gpu_id),
+        ):
+            object.__setattr__(self, name, value)
         super().__init__(
             global_gpu_id,
             worker_id,
@@ -334,6 +312,7 @@ class GlobalGPUAssignment(GPUAssignment):
             lease_id=lease_id,
             fence=fence,
             expires_at=expires_at,
+            _lease_health=_lease_health,
         )
 
     @property
@@ -348,52 +327,34 @@ class GlobalGPUAssignment(GPUAssignment):
             raise ValueError(f"{name} must all be on endpoint {self.endpoint_id!r}, not {gpu_id!r}")
 
 
-def global_assignment_of_one_gpu(
-    global_gpu_id: str,
+def make_assignment(
     endpoint_id: str,
-    local_gpu_id: int,
+    gpus: Sequence[AssignedGPU],
     worker_id: str,
     assigned_at: datetime,
-    gpu_uuids: tuple[str, ...],
+    *,
     fence: int,
-) -> GlobalGPUAssignment:
-    """For the pool itself, as `assignment_of_one_gpu`."""
-    assignment = object.__new__(GlobalGPUAssignment)
-    values = assignment.__dict__
-    values["global_gpu_id"] = values["gpu_id"] = global_gpu_id
-    values["endpoint_id"] = endpoint_id
-    values["local_gpu_id"] = local_gpu_id
-    values["worker_id"] = worker_id
-    values["assigned_at"] = assigned_at
-    values["gpu_ids"] = (global_gpu_id,)
-    values["gpu_uuids"] = gpu_uuids
-    values["fence"] = fence
-    return assignment
-
-
-def leased_assignment(
-    lease: "HeldLease", endpoint_id: str, assigned_at: datetime, expires_at: datetime
+    lease_id: str | None = None,
+    expires_at: datetime | None = None,
+    lease_health: LeaseHealth | None = None,
 ) -> GPUAssignment:
-    """For the pool itself: what the holder of a lease gets; `endpoint_id` is empty where there is only one."""
-    worker_id = lease.ask.worker_id
-    uuids = [gpu.uuid for gpu in lease.gpus if gpu.uuid is not None]
-    told: dict[str, Any] = {
-        "gpu_uuids": uuids if len(uuids) == len(lease.gpus) else (),
-        "lease_id": lease.lease_id,
-        "fence": lease.fence,
+    """A global one unless `endpoint_id` is empty, which it is with a single endpoint."""
+    first = gpus[0].index
+    uuids = [gpu.uuid for gpu in gpus if gpu.uuid is not None]
+    details: dict[str, Any] = {
+        "gpu_uuids": tuple(uuids) if len(uuids) == len(gpus) else (),
+        "lease_id": lease_id,
+        "fence": fence,
         "expires_at": expires_at,
+        "_lease_health": lease_health,
     }
-    indices = [gpu.index for gpu in lease.gpus]
-    assignment: GPUAssignment
-    if endpoint_id:
-        names = [make_global_gpu_id(endpoint_id, index) for index in indices]
-        assignment = GlobalGPUAssignment(
-            names[0], endpoint_id, indices[0], worker_id, assigned_at, gpu_ids=names, **told
-        )
-    else:
-        assignment = GPUAssignment(indices[0], worker_id, assigned_at, gpu_ids=indices, **told)
-    assignment.__dict__["_life_of_lease"] = lease.life
-    return assignment
+    if not endpoint_id:
+        if len(gpus) > 1:
+            details["gpu_ids"] = tuple(gpu.index for gpu in gpus)
+        return GPUAssignment(first, worker_id, assigned_at, **details)
+    if len(gpus) > 1:
+        details["gpu_ids"] = tuple(f"{endpoint_id}:{gpu.index}" for gpu in gpus)
+    return GlobalGPUAssignment(f"{endpoint_id}:{first}", endpoint_id, first, worker_id, assigned_at, **details)
 
 
 def _do_nothing(_: object) -> None:
@@ -462,13 +423,11 @@ class MultiEndpointPoolStatus(PoolStatus):
         _check_count("total_endpoints", total_endpoints)
         _check_count("healthy_endpoints", healthy_endpoints)
         _check_at_most("healthy_endpoints", healthy_endpoints, "total_endpoints", total_endpoints)
-        self.__dict__.update(
-            total_endpoints=total_endpoints,
-            healthy_endpoints=healthy_endpoints,
-            endpoint_details=[asdict(endpoint) for endpoint in endpoints or ()]
-            if endpoint_details is None
-            else endpoint_details,
-        )
+        if endpoint_details is None:
+            endpoint_details = [asdict(endpoint) for endpoint in endpoints or ()]
+        object.__setattr__(self, "total_endpoints", total_endpoints)
+        object.__setattr__(self, "healthy_endpoints", healthy_endpoints)
+        object.__setattr__(self, "endpoint_details", endpoint_details)
 
     @property
     def endpoints(self) -> list[EndpointInfo]:

@@ -411,7 +411,7 @@ def test_every_variable_is_in_its_table_with_its_default() -> None:
 
 
 def test_every_field_of_a_request_is_in_its_table_with_its_default() -> None:
-    rows = [row for row in table_rows(section("`POST /leases`: ask")) if len(row) == 4][1:]
+    rows = [row for row in table_rows(section("`POST /leases`: request a lease")) if len(row) == 4][1:]
     names = [(name, row[1].split(", ")) for row in rows for name in re.findall(r"`(\w+)`", row[0])]
     fields = lease_schemas.LeaseRequest.model_fields
     assert sorted(name for name, _ in names) == sorted(fields)
@@ -450,11 +450,11 @@ def names_in_tables(heading: str) -> set[str]:
     return set(re.findall(r"(\w+)(?=[.`[])", cells))
 
 
-STATS = "`/gpu/stats`: everything known of every GPU"
-ASKING = "`POST /leases`: ask"
+STATS = "`/gpu/stats`: all details of each GPU"
+ASKING = "`POST /leases`: request a lease"
 #: Where the fields of an answer are explained; what other routes share with `/gpu/stats` is explained there.
 EXPLAINED: list[tuple[type[BaseModel], tuple[str, ...]]] = [
-    (schemas.Home, ("`/`: what there is",)),
+    (schemas.Home, ("`/`: overview",)),
     (schemas.Stats, (STATS,)),
     (schemas.GPU, (STATS,)),
     (schemas.Memory, (STATS,)),
@@ -462,17 +462,17 @@ EXPLAINED: list[tuple[type[BaseModel], tuple[str, ...]]] = [
     (schemas.Process, (STATS,)),
     (schemas.MIGDevice, (STATS,)),
     (schemas.Count, (STATS,)),
-    (schemas.Summary, (STATS, "`/gpu/summary`: in short, for allocators")),
-    (schemas.SummaryRow, (STATS, "`/gpu/summary`: in short, for allocators")),
+    (schemas.Summary, (STATS, "`/gpu/summary`: short form, for allocators")),
+    (schemas.SummaryRow, (STATS, "`/gpu/summary`: short form, for allocators")),
     (schemas.HistorySchema, (STATS, "`/gpu/history`: the last readings")),
     (schemas.GPUHistorySchema, (STATS, "`/gpu/history`: the last readings")),
     (schemas.HistoryReading, (STATS, "`/gpu/history`: the last readings")),
-    (schemas.HealthBody, ("`/health`: can it be relied on",)),
-    (schemas.FilteringConfig, ("`/config`: how it is configured",)),
-    (schemas.LeasesConfig, ("`/config`: how it is configured",)),
+    (schemas.HealthBody, ("`/health`: health check",)),
+    (schemas.FilteringConfig, ("`/config`: configuration",)),
+    (schemas.LeasesConfig, ("`/config`: configuration",)),
     (schemas.Promise, (STATS,)),
     (lease_schemas.GrantedLease, (ASKING,)),
-    (lease_schemas.LeaseRowSchema, (ASKING, "`GET /leases` and `GET /queue`: look")),
+    (lease_schemas.LeaseRowSchema, (ASKING, "`GET /leases` and `GET /queue`: list")),
 ]
 
 

@@ -248,8 +248,8 @@ def test_inside_a_lease_nobody_gets_more_than_was_asked_for_nor_what_it_has_not(
     assert again == both
     assert other == "2"
     assert (model, only) == ("65", "65")
-    assert "has not what is asked for (one H100 GPU)" in done.stderr
-    assert "has not what is asked for (one GPU, only 0)" in done.stderr
+    assert "does not have what it asks for (one H100 GPU)" in done.stderr
+    assert "does not have what it asks for (one GPU, only 0)" in done.stderr
 
 
 def test_visible_devices_are_a_wish(programs: Programs) -> None:
@@ -259,7 +259,7 @@ def test_visible_devices_are_a_wish(programs: Programs) -> None:
     assert done.stderr == ""
     some = programs.call("run", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES", CUDA_VISIBLE_DEVICES="1,9")
     assert some.stdout == "1\n"
-    assert some.stderr == "gpu-pool: CUDA_VISIBLE_DEVICES names what this host has not (9): it is skipped\n"
+    assert some.stderr == "gpu-pool: ignoring GPUs that CUDA_VISIBLE_DEVICES lists and this host does not have: 9\n"
     nothing = programs.call("run", "--", "true", CUDA_VISIBLE_DEVICES="NoDevFiles")
     assert nothing.returncode == 0
     assert nothing.stderr == (

@@ -113,7 +113,7 @@ def test_inside_a_lease_it_does_not_wait_for_itself(programs: Programs) -> None:
     assert both == outside
     assert one == outside.split(",")[0]
     assert impossible == "65"
-    assert "has not what is asked for (one H100 GPU)" in done.stderr
+    assert "does not have what it asks for (one H100 GPU)" in done.stderr
     assert programs.leases() == []
 
 
@@ -135,7 +135,7 @@ def test_however_a_request_ends_its_secret_is_forgotten(programs: Programs) -> N
 def test_a_server_that_is_away_while_the_command_runs(brave: Programs, mortal: ServerProcess) -> None:
     process = brave.holding("--ttl", "12s")
     mortal.kill()
-    eventually(lambda: "the lease cannot be renewed, and is tried on" in process.err)
+    eventually(lambda: "renewal failed; retrying" in process.err)
     mortal.start()
     eventually(lambda: "the lease is renewed again" in process.err)
     process.terminate()
@@ -147,7 +147,7 @@ def test_a_server_that_is_away_while_the_command_runs(brave: Programs, mortal: S
 def test_a_server_that_is_away_for_longer_than_the_lease_lives(brave: Programs, mortal: ServerProcess) -> None:
     process = brave.holding("--ttl", "3s", seconds=40)
     mortal.kill()
-    eventually(lambda: "could not be renewed for 3 s; the command goes on" in process.err)
+    eventually(lambda: "could not be renewed for 3 s, its TTL; the command goes on" in process.err)
     time.sleep(18)  # time in which nobody serves the ledger does not count
     mortal.start()
     eventually(lambda: "the lease is renewed again" in process.err)
@@ -159,9 +159,9 @@ def test_a_command_that_ends_while_the_server_is_away(brave: Programs, mortal: S
     process = brave.holding(seconds=2)
     mortal.kill()
     assert process.wait(20) == 0
-    assert "cannot be given back yet" in process.err
+    assert "the lease could not be given back; retrying" in process.err
     mortal.start()
-    # The keeper goes on trying, alone.
+    # The lease process goes on trying, alone.
     eventually(lambda: brave.leases() == [], within_seconds=15)
 
 
@@ -191,7 +191,7 @@ def test_a_request_that_is_taken_out_of_the_queue(programs: Programs) -> None:
     done = programs.call("release", row["request_id"])
     assert done.stdout == f"request {row['request_id']} is taken out of the queue\n"
     assert waiting.wait(10) == 1
-    assert "somebody took the request out of the queue" in waiting.err
+    assert "the request was removed from the queue" in waiting.err
 
 
 def test_only_the_owner_and_an_administrator_may_release(programs: Programs, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_only_the_owner_and_an_administrator_may_release(programs: Programs, tmp
     # As somebody else would: without our folder of tokens.
     refused = programs.call("release", lease["lease_id"], XDG_STATE_HOME=str(tmp_path / "elsewhere"))
     assert refused.returncode == 1
-    assert "is not one that you asked for" in refused.stderr
+    assert "was not requested by you" in refused.stderr
     assert "GPU_POOL_ADMIN_KEY" in refused.stderr
     elsewhere = {"XDG_STATE_HOME": str(tmp_path / "elsewhere")}
     wrong = programs.call("release", lease["lease_id"], GPU_POOL_ADMIN_KEY="w" * 20, **elsewhere)
@@ -246,13 +246,13 @@ def test_a_server_without_leases(programs: Programs) -> None:
         at = ["-e", old.url]
         done = programs.call("run", *at, "--", "true")
         assert done.returncode == 69
-        assert "has it been replaced by a server without leases?" in done.stderr or "Not Found" in done.stderr
+        assert "this server gives no leases" in done.stderr or "Not Found" in done.stderr
         shown = programs.call("status", *at)
         assert shown.returncode == 0
         assert "this server gives no leases" in shown.stdout
         explained = programs.call("explain", *at)
         assert explained.returncode == 69
-        assert f"{old.url} cannot explain wishes: it is an older server; update it" in explained.stderr
+        assert f"{old.url} cannot explain requirements: it is an older server; update it" in explained.stderr
         assert programs.call("leases", *at).returncode == 69
 
 

@@ -1,25 +1,27 @@
-"""A service that gives leases in memory, of which a test decides when and what it answers; for a keeper's loop."""
+"""A service that gives leases in memory; a test decides when and what it answers."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.core import ANY_GPU
-from gpu_worker_pool.leases.lifetime import LeaseLife
-from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, LeasedGPU, StillWaiting
+from gpu_worker_pool.core import ANY_GPU, Request
+from gpu_worker_pool.leases.lease import HeldLease
+from gpu_worker_pool.leases.service import LeasedGPU, StillWaiting, sent_as_new
 
 
 @dataclass
 class FakeLeaseService:
     endpoint_id: str = "fake"
+    longest_silence_seconds: float = math.inf
     #: Request ids of those to grant; all others wait.
     granting: bool = True
     #: What is raised instead of an answer, by method.
     failing: dict[str, Exception] = field(default_factory=dict)
-    #: Called in the keeper's loop before anything else.
+    #: Called in the engine's loop before anything else.
     before: Callable[[str], object] = lambda _: None
     #: Everything that was asked: method and request id.
     calls: list[tuple[str, str]] = field(default_factory=list)
@@ -30,11 +32,11 @@ class FakeLeaseService:
     on_the_way_seconds: Iterator[float] = field(default_factory=lambda: iter(()))
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
+    async def acquire(self, request: Request, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
         sent_at = boot_time()
         await asyncio.sleep(next(self.on_the_way_seconds, 0.0))
         self.polls.append((wait_seconds, may_reserve))
-        await self._called("acquire", ask.request_id)
+        await self._called("acquire", request.request_id)
         if not self.granting and wait_seconds:
             try:
                 async with asyncio.timeout(wait_seconds):
@@ -45,15 +47,14 @@ class FakeLeaseService:
             raise self.failing["acquire"]
         if not self.granting:
             return StillWaiting(1, ("all are busy",))
-        return self.lease(ask, sent_at)
+        return self.lease(request, sent_at)
 
-    def lease(self, ask: LeaseAsk, sent_at: float) -> HeldLease:
-        if ask.request_id not in self.held:
+    def lease(self, request: Request, sent_at: float) -> HeldLease:
+        if request.request_id not in self.held:
             number = len(self.calls)
-            life = LeaseLife(ask.ttl_seconds, sent_at)
             gpus = (LeasedGPU(0, "GPU-0", "Fake"),)
-            self.held[ask.request_id] = HeldLease(self.endpoint_id, f"lease-{number}", number, gpus, ask, life)
-        return self.held[ask.request_id]
+            self.held[request.request_id] = HeldLease(self, request, f"lease-{number}", number, gpus, sent_at)
+        return self.held[request.request_id]
 
     def wake(self) -> None:
         """Those who wait look again."""
@@ -62,15 +63,18 @@ class FakeLeaseService:
 
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
         assert timeout_seconds > 0
-        await self._called("renew", lease.ask.request_id)
+        await self._called("renew", lease.request.request_id)
 
     async def release(self, lease: HeldLease) -> None:
-        await self._called("release", lease.ask.request_id)
-        self.held.pop(lease.ask.request_id, None)
+        await self._called("release", lease.request.request_id)
+        self.held.pop(lease.request.request_id, None)
 
-    async def cancel(self, ask: LeaseAsk) -> None:
-        await self._called("cancel", ask.request_id)
-        self.held.pop(ask.request_id, None)
+    async def cancel(self, request: Request) -> None:
+        await self._called("cancel", request.request_id)
+        self.held.pop(request.request_id, None)
+
+    async def rest(self) -> None:
+        self.calls.append(("rest", ""))
 
     async def close(self) -> None:
         self.calls.append(("close", ""))
@@ -87,5 +91,5 @@ class FakeLeaseService:
         return sum(name == method for name, _ in self.calls)
 
 
-def ask_for(ttl_seconds: float = 60.0) -> LeaseAsk:
-    return LeaseAsk.new("worker-1", ANY_GPU, None, ttl_seconds)
+def new_request(ttl_seconds: float = 60.0) -> Request:
+    return sent_as_new(Request("", ANY_GPU, "worker-1", ttl_seconds=ttl_seconds))

@@ -64,7 +64,7 @@ async def test_an_older_server_works_as_documented(caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.INFO)
     with HostileServer(OLD) as old:
         async with client_of(old.url) as client:
-            assert client._leases is None, "nothing is between a request and the pool"
+            assert client._coordinator.assigner is client._manager, "nothing is between a request and the pool"
             first, second = await client.request_gpu(), await client.request_gpu()
             assert (first.lease_id, first.lost) == (None, False)
             with pytest.raises(WorkerTimeoutError):
@@ -210,7 +210,7 @@ async def test_a_key_is_not_sent_over_plain_http_to_another_host() -> None:
         elsewhere = f"http://not-this-host.invalid:{server.port}"
         with pytest.raises(ValueError, match="allow_insecure_key=True"):
             GPUWorkerPoolClient(elsewhere, coordination="leases", api_key=KEY, environ={})
-        from tests.fakes.lease_service import ask_for
+        from tests.fakes.lease_service import new_request
 
         from gpu_worker_pool.leases.http import HTTPLeaseService
 
@@ -219,11 +219,11 @@ async def test_a_key_is_not_sent_over_plain_http_to_another_host() -> None:
 
         service = HTTPLeaseService("lab", elsewhere, session, timeout_seconds=1, api_key=KEY)
         with pytest.raises(ServiceRefusedError, match=r"use https://, or, in a network you trust, allow_insecure_key"):
-            await service.acquire(ask_for(), wait_seconds=0, may_reserve=True)
+            await service.acquire(new_request(), wait_seconds=0, may_reserve=True)
         assert KEY not in repr(service)
         allowed = HTTPLeaseService("lab", elsewhere, session, timeout_seconds=1, api_key=KEY, allow_insecure_key=True)
         with pytest.raises(AssertionError):
-            await allowed.acquire(ask_for(), wait_seconds=0, may_reserve=True)
+            await allowed.acquire(new_request(), wait_seconds=0, may_reserve=True)
 
 
 def test_what_cannot_be_a_key_or_a_callback_is_refused_and_not_shown() -> None:

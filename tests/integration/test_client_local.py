@@ -26,6 +26,7 @@ from gpu_worker_pool import (
     sync,
 )
 from gpu_worker_pool.client.lease_thread import LeaseThread
+from gpu_worker_pool.client.local_readings import LocalReadings
 from gpu_worker_pool.errors import (
     LeaseEndedError,
     ServiceRefusedError,
@@ -245,7 +246,7 @@ async def test_the_name_of_a_lease_that_is_over_means_nothing(
     async with client({"GPU_POOL_LEASE_ID": "lease-999"}) as one:
         assignment = await one.request_gpu(timeout=5)
         assert assignment.lease_id != "lease-999"
-        assert "lease-999, which is no lease of yours" in caplog.text
+        assert "lease-999, which is not a live lease of yours" in caplog.text
         await one.release_gpu(assignment)
 
 
@@ -304,13 +305,13 @@ async def test_a_folder_that_cannot_be_used_is_told(
 
 
 async def test_readings_that_a_stop_cuts_short_are_no_bug(environ: dict[str, str]) -> None:
-    keeper = LeaseThread(lambda _: None)
-    keeper.start()
-    service = LocalLeaseService("local", LocalSettings.from_environment(environ), keeper)
-    await asyncio.wrap_future(keeper.want_stop())
-    keeper.join()
+    thread = LeaseThread(lambda _: None)
+    thread.start()
+    service = LocalLeaseService("local", LocalSettings.from_environment(environ))
+    await asyncio.wrap_future(thread.want_stop())
+    thread.join()
     with pytest.raises(ServiceRetryableError, match="stopped"):
-        await service.fetch()
+        await LocalReadings(service, thread).fetch()
 
 
 def test_what_it_cannot_be_combined_with() -> None:
@@ -329,4 +330,4 @@ def test_a_variable_that_combines_it_is_told_and_the_rest_used(caplog: pytest.Lo
 async def test_a_bad_backend_is_told(environ: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     async with GPUWorkerPoolClient("local://", environ=environ | {"GPU_BACKEND": "abacus"}):
-        assert "GPU_BACKEND is 'abacus'" in caplog.text
+        assert "GPU_BACKEND must be auto, nvml, nvidia-smi or simulated:N, not 'abacus'" in caplog.text

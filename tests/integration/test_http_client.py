@@ -47,9 +47,10 @@ from tests.waiting import eventually
 
 from gpu_worker_pool import errors
 from gpu_worker_pool._version import __version__
-from gpu_worker_pool.api import http_client
+from gpu_worker_pool.api import decoder, http_client
+from gpu_worker_pool.api.decoder import DecodedSummary, decode_summary
 from gpu_worker_pool.api.http_client import AsyncGPUStatsHTTPClient, Fetched, MultiEndpointHTTPClientPool, make_session
-from gpu_worker_pool.api.replies import LARGEST_BODY_BYTES, ParsedReply, parse_stats
+from gpu_worker_pool.api.json_values import LARGEST_BODY_BYTES
 from gpu_worker_pool.config import EndpointConfig
 from gpu_worker_pool.errors import NetworkRetryableError, ServiceRefusedError, ServiceRetryableError
 from gpu_worker_pool.models import GPUInfo
@@ -191,11 +192,11 @@ async def test_large_replies_are_not_parsed_in_the_event_loop(
 ) -> None:
     threads = []
 
-    def parse(body: bytes) -> ParsedReply:
+    def parse(body: bytes) -> DecodedSummary:
         threads.append(threading.current_thread())
-        return parse_stats(body)
+        return decode_summary(body)
 
-    monkeypatch.setattr(http_client, "parse_stats", parse)
+    monkeypatch.setattr(decoder, "decode_summary", parse)
     with HostileServer(answer_json(summary(*map(gpu_row, range(gpus))))) as server:
         fetched = await fetch(server.url, timeout_seconds=20)
     assert fetched.stats.gpu_count == gpus
@@ -219,7 +220,7 @@ async def test_a_name_that_does_not_resolve() -> None:
 @pytest.mark.parametrize("host", ["a..b", "a" * 70 + ".invalid", "256.1.1.1"])
 async def test_a_name_that_cannot_be_one(host: str) -> None:
     error = await failure(NetworkRetryableError, f"http://{host}")
-    assert told(error).startswith("failed: its name cannot be one: ")
+    assert told(error).startswith("failed: its name is not valid: ")
 
 
 async def test_a_name_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +430,7 @@ async def test_a_404_says_what_to_look_for() -> None:
     with HostileServer(answer(b"<h1>Not Found</h1>", 404)) as server:
         error = await failure(ServiceRefusedError, server.url)
     assert told(error) == (
-        "was answered with 404; is this a GPU statistics server, and is its API_PREFIX part of the configured URL?"
+        "was answered with 404; is this a GPU server, and is its API_PREFIX part of the configured URL?"
     )
 
 

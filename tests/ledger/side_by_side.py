@@ -43,7 +43,7 @@ from gpu_worker_pool.core import (
     restore,
     save,
 )
-from gpu_worker_pool.core.saved import plain
+from gpu_worker_pool.core.saved import to_json
 from gpu_worker_pool.errors import IllegalEventError
 from gpu_worker_pool.ledger.memory import MemoryLedger
 from gpu_worker_pool.ledger.sqlite import SILENCE_SECONDS, SQLiteLedger
@@ -170,7 +170,7 @@ def check_file(place: InSQLite, pool: Pool, outcomes_at: float) -> None:
     ended = dict(place.read("SELECT request_id, data FROM requests WHERE ended_at IS NOT NULL"))
     for outcome in pool.outcomes:
         if not pool.outcomes.is_old(outcome, outcomes_at):
-            assert json.loads(ended[outcome.request.request_id]) == json.loads(json.dumps(plain(outcome)))
+            assert json.loads(ended[outcome.request.request_id]) == json.loads(json.dumps(to_json(outcome)))
     assert place.read("SELECT fence, ticket FROM meta") == [(pool.fence, pool.ticket)]
 
 
@@ -338,7 +338,7 @@ class SideBySide(Histories):
             self.has_rebooted = True
             self.now = 3.0
             self._shift_oracle(3.0 - stamp)
-            begun_anew = restore(saved, self.settings_of_pool, clock_began_anew_at=3.0)
+            begun_anew = restore(saved, self.settings_of_pool, clock_restarted_at=3.0)
             saved = json.loads(json.dumps(save(begun_anew)))
         self.files.clock.at = self.now
         for name, members in self.files.groups.items():

@@ -28,7 +28,7 @@ from gpu_worker_pool.core import (
     Waiter,
     check_invariants,
 )
-from gpu_worker_pool.core.saved import plain
+from gpu_worker_pool.core.saved import to_json
 from gpu_worker_pool.errors import LeaseEndedError, LedgerUnavailableError, RequestMismatchError, UnknownLeaseError
 from gpu_worker_pool.ledger import Ledger, sqlite, tables
 from tests.ledger.conftest import Opened
@@ -75,7 +75,7 @@ async def test_leases_fences_and_the_order_of_waiters_survive_a_restart(lasting:
     for name, priority in (("w1", 0), ("w2", 1), ("w3", 0), ("w4", 1)):
         lasting.clock.advance(0.5)
         await before.submit(Requested(request(name, priority=priority), may_reserve=name != "w3"))
-    waiters = await before.look(lambda pool, now: [plain(waiter) for waiter in pool.queue.in_order()])
+    waiters = await before.look(lambda pool, now: [to_json(waiter) for waiter in pool.queue.in_order()])
     secret = before.secret
     await before.close()
 
@@ -83,7 +83,7 @@ async def test_leases_fences_and_the_order_of_waiters_survive_a_restart(lasting:
     assert after.secret == secret
     assert await leases_of(after) == {"one": one, "two": two}
     assert await waiting_in(after) == ["w2", "w4", "w1", "w3"]
-    assert await after.look(lambda pool, now: [plain(waiter) for waiter in pool.queue.in_order()]) == waiters
+    assert await after.look(lambda pool, now: [to_json(waiter) for waiter in pool.queue.in_order()]) == waiters
     (everything,) = [committed for committed in lasting.told.all if committed.is_everything]
     assert set(everything.changes) == {"one", "two", "w1", "w2", "w3", "w4"}
     lasting.clock.advance(1.0)

@@ -24,7 +24,6 @@ from gpu_worker_pool.models import (
     MultiEndpointPoolStatus,
     PoolStatus,
     WorkerInfo,
-    assignment_of_one_gpu,
     make_global_gpu_id,
     split_global_gpu_id,
 )
@@ -577,12 +576,3 @@ def test_what_is_no_global_id_is_refused(text: str) -> None:
 def test_bad_parts_of_a_global_id_are_refused(call: Callable[[], object], error: type[Exception]) -> None:
     with pytest.raises(error):
         call()
-
-
-def test_the_pool_s_own_way_to_make_an_assignment_makes_the_same_one() -> None:
-    now = datetime.now()
-    made = assignment_of_one_gpu(3, "worker-1", now, ("GPU-3",), 7)
-    assert made == GPUAssignment(3, "worker-1", now, gpu_uuids=("GPU-3",), fence=7)
-    assert hash(made) == hash(GPUAssignment(3, "worker-1", now, gpu_uuids=("GPU-3",), fence=7))
-    assert repr(made) == repr(GPUAssignment(3, "worker-1", now, gpu_uuids=("GPU-3",), fence=7))
-    assert copy.copy(made) == made

@@ -14,16 +14,24 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpu_worker_pool.api import replies
-from gpu_worker_pool.api.replies import (
-    LARGEST_BODY_BYTES,
+from gpu_worker_pool.api import decoder
+from gpu_worker_pool.api.decoder import (
     MOST_GPUS,
-    ParsedReply,
-    cleaned,
-    parse_detail,
-    parse_retry_after,
-    parse_stats,
+    MOST_REASONS,
+    DecodedSummary,
+    LeaseRow,
+    QueuePosition,
+    decode_explanation,
+    decode_leases,
+    decode_problem,
+    decode_queue,
+    decode_queue_position,
+    decode_stats,
+    decode_summary,
+    read_lease_row,
 )
+from gpu_worker_pool.api.json_values import LARGEST_BODY_BYTES, cleaned
+from gpu_worker_pool.api.transport import parse_retry_after
 from gpu_worker_pool.errors import ServiceRetryableError
 from gpu_worker_pool.models import GPUInfo, GPUStats
 from tests.fakes.http_server import gpu_row, summary
@@ -33,8 +41,8 @@ def encoded(reply: object) -> bytes:
     return json.dumps(reply).encode()
 
 
-def parse(*rows: Any, **more: Any) -> ParsedReply:
-    return parse_stats(encoded(summary(*rows, **more)))
+def parse(*rows: Any, **more: Any) -> DecodedSummary:
+    return decode_summary(encoded(summary(*rows, **more)))
 
 
 def parse_row(**changes: Any) -> tuple[GPUInfo, tuple[str, ...]]:
@@ -51,7 +59,7 @@ def parse_row(**changes: Any) -> tuple[GPUInfo, tuple[str, ...]]:
 
 def test_the_documented_reply_of_any_server() -> None:
     reply = parse(gpu_row(0), gpu_row(1, utilization_percent=20))
-    assert reply == ParsedReply(
+    assert reply == DecodedSummary(
         GPUStats(
             gpu_count=2,
             total_memory_mb=20480,
@@ -110,8 +118,8 @@ def test_what_a_server_could_not_read_stays_unknown() -> None:
 
 
 def test_what_is_left_out_is_unknown_and_no_fault() -> None:
-    reply = parse_stats(b'{"gpu_count": 1, "gpus_summary": [{"gpu_id": 4}]}')
-    assert reply == ParsedReply(GPUStats(1, None, None, None, [GPUInfo(4, "", None, None)], None, ""), ())
+    reply = decode_summary(b'{"gpu_count": 1, "gpus_summary": [{"gpu_id": 4}]}')
+    assert reply == DecodedSummary(GPUStats(1, None, None, None, [GPUInfo(4, "", None, None)], None, ""), ())
 
 
 def test_unknown_keys_are_ignored() -> None:
@@ -129,7 +137,7 @@ def test_ten_thousand_gpus_in_bounded_time() -> None:
     rows = [gpu_row(index, uuid=f"GPU-{index}", memory_total_mb=10240, memory_used_mb=2048) for index in range(10_000)]
     body = encoded(summary(*rows))
     begun = time.perf_counter()
-    reply = parse_stats(body)
+    reply = decode_summary(body)
     assert time.perf_counter() - begun < 5.0
     assert (reply.stats.gpu_count, len(reply.stats.gpus_summary), reply.problems) == (10_000, 10_000, ())
 
@@ -227,7 +235,7 @@ def test_the_servers_own_fault_comes_first() -> None:
 
 def test_an_integer_of_a_million_digits_spoils_its_field_only() -> None:
     body = encoded(summary(gpu_row(0, utilization_percent=777), gpu_row(1))).replace(b"777", b"9" * 1_000_000)
-    spoiled, good = parse_stats(body).stats.gpus_summary
+    spoiled, good = decode_summary(body).stats.gpus_summary
     assert (spoiled.utilization_percent, spoiled.fault) == (None, "bad value: utilization_percent is inf")
     assert good.fault is None
 
@@ -236,7 +244,7 @@ def test_a_key_given_twice_is_a_bad_field() -> None:
     body = encoded(summary(gpu_row(0), gpu_row(1))).replace(
         b'"utilization_percent": 15', b'"utilization_percent": 99, "utilization_percent": 0', 1
     )
-    reply = parse_stats(body)
+    reply = decode_summary(body)
     spoiled, good = reply.stats.gpus_summary
     assert (spoiled.utilization_percent, spoiled.fault) == (None, "bad value: utilization_percent is given twice")
     assert (good.utilization_percent, good.fault) == (15, None)
@@ -343,7 +351,7 @@ def test_a_few_problems_stand_for_many() -> None:
 )
 def test_a_bad_envelope_spoils_the_whole_reply(body: bytes, message: str) -> None:
     with pytest.raises(ServiceRetryableError) as caught:
-        parse_stats(body)
+        decode_summary(body)
     assert str(caught.value) == message
 
 
@@ -358,7 +366,7 @@ def test_small_values_by_the_million_do_not_fill_the_memory(body: bytes) -> None
     tracemalloc.start()
     try:
         with pytest.raises(ServiceRetryableError, match="more than 500000 values"):
-            parse_stats(body)
+            decode_summary(body)
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
@@ -374,7 +382,7 @@ def test_readings_of_unknown_age_spoil_the_whole_reply(age: object) -> None:
 
 def test_an_age_given_twice_is_unknown() -> None:
     with pytest.raises(ServiceRetryableError, match="sample_age_seconds is given twice"):
-        parse_stats(b'{"gpus_summary": [], "sample_age_seconds": 100, "sample_age_seconds": 0}')
+        decode_summary(b'{"gpus_summary": [], "sample_age_seconds": 100, "sample_age_seconds": 0}')
 
 
 @pytest.mark.parametrize("age", [0, 0.0, 17.25, 1e300])
@@ -447,9 +455,9 @@ def every_number(value: object) -> set[float]:
     return {value} if isinstance(value, int | float) and not isinstance(value, bool) else set()
 
 
-def parse_or_refuse(body: bytes) -> ParsedReply | ServiceRetryableError:
+def parse_or_refuse(body: bytes) -> DecodedSummary | ServiceRetryableError:
     try:
-        return parse_stats(body)
+        return decode_summary(body)
     except ServiceRetryableError as error:
         return error
 
@@ -460,9 +468,6 @@ def check(body: bytes) -> None:
         assert len(str(reply)) < 300
         return
     stats = reply.stats
-    # Made again through the constructors, which check what the parser skipped.
-    again = GPUStats(**{**vars(stats), "gpus_summary": [GPUInfo(**vars(gpu)) for gpu in stats.gpus_summary]})
-    assert again == stats
     json.dumps(asdict(stats), allow_nan=False).encode()
     given_numbers = every_number(json.loads(body))
     for gpu in stats.gpus_summary:
@@ -484,7 +489,7 @@ def test_any_json_is_a_valid_reply_or_a_retryable_error(value: object) -> None:
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_retryable_error(body: bytes) -> None:
     with pytest.raises(ServiceRetryableError):
-        parse_stats(body)
+        decode_summary(body)
 
 
 @settings(deadline=None)
@@ -495,7 +500,7 @@ def test_a_reply_damaged_anywhere_is_a_valid_reply_or_a_retryable_error(row: dic
     for _ in range(draw.randint(1, 3)):
         damaged[draw.randrange(len(damaged))] = draw.randrange(256)
     reply = parse_or_refuse(bytes(damaged))
-    if isinstance(reply, ParsedReply):
+    if isinstance(reply, DecodedSummary):
         assert len(reply.stats.gpus_summary) <= reply.stats.gpu_count <= 2
 
 
@@ -507,17 +512,26 @@ def test_a_reply_damaged_anywhere_is_a_valid_reply_or_a_retryable_error(row: dic
     [
         (b'{"detail": "nvidia-smi was not found", "error": "nvidia_smi_not_found"}', "nvidia-smi was not found"),
         (b'{"detail": "a\\nb\\u0007"}', "ab"),
-        (b'{"detail": ""}', None),
-        (b'{"detail": [{"msg": "no"}]}', None),
-        (b'{"detail": "a", "detail": "b"}', None),
-        (b"{}", None),
-        (b"[]", None),
-        (b"<html>", None),
-        (b"\xff", None),
+        (b'{"detail": ""}', ""),
+        (b'{"detail": [{"msg": "no"}]}', ""),
+        (b'{"detail": "a", "detail": "b"}', ""),
+        (b"{}", ""),
+        (b"[]", ""),
+        (b"<html>", ""),
+        (b"\xff", ""),
+        (None, ""),
     ],
 )
-def test_the_detail_of_an_error(body: bytes, detail: str | None) -> None:
-    assert parse_detail(body) == detail
+def test_the_detail_of_an_error(body: bytes | None, detail: str) -> None:
+    assert decode_problem(body).detail == detail
+
+
+def test_the_codes_of_an_error() -> None:
+    problem = decode_problem(
+        encoded({"error": "impossible", "detail": "no\nnever", "reasons": ["too large"], "state": "cancelled"})
+    )
+    assert (problem.error, problem.detail, problem.reasons) == ("impossible", "nonever", ("too large",))
+    assert problem.state == "cancelled"
 
 
 NOW = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
@@ -585,7 +599,7 @@ def test_a_key_given_twice_is_found_however_it_is_spaced(blank: str, is_first_bl
         '{"gpu_id": 0, "name": "A", "memory_usage_percent": 1, '
         f'"utilization_percent"{before}: 95, "utilization_percent"{after}: 0}}'
     )
-    (gpu,) = parse_stats(f'{{"gpu_count": 1, "gpus_summary": [{row}], "timestamp": ""}}'.encode()).stats.gpus_summary
+    (gpu,) = decode_summary(f'{{"gpu_count": 1, "gpus_summary": [{row}], "timestamp": ""}}'.encode()).stats.gpus_summary
     assert gpu.utilization_percent is None
     assert gpu.fault is not None
 
@@ -615,8 +629,117 @@ _ROWS = st.fixed_dictionaries(
 
 @given(row=_ROWS)
 def test_the_quick_way_to_read_a_row_says_nothing_else_than_the_thorough_one(row: dict[str, object]) -> None:
-    quick = replies._sound_gpu(0, row, {})
+    quick = decoder._sound_gpu(0, row, {})
     faults: list[str] = []
-    thorough = replies._gpu(0, row, faults, {})
+    thorough = decoder._gpu(0, row, faults, {})
     if quick is not None:
         assert (quick, faults) == (thorough, [])
+
+
+# --- rows of the other routes ---
+
+
+def test_rows_hold_the_documented_keys_and_a_bad_value_is_a_fault_of_its_gpu() -> None:
+    bad = {"gpu_id": 1, "name": "x" * 5000, "uuid": "a\nb\x00c", "extra": {"deep": [1]}, "temperature_c": True}
+    rows = [bad, {"name": "no number"}, None, {"gpu_id": 2, "leases": None}]
+    stats = decode_stats(encoded({"gpus": rows, "sample_age_seconds": "now", "more": 1}))
+    assert stats["sample_age_seconds"] is None
+    first, second = stats["gpus"]
+    assert len(first["name"]) <= 129
+    assert (first["uuid"], first["temperature_c"], first["memory"]) == ("abc", None, None)
+    assert first["fault"] == "bad value: temperature_c is true"
+    assert "extra" not in first
+    assert "leases" not in first, "an older server does not know them"
+    assert (second["leases"], second["fault"]) == (None, None)
+
+
+def test_a_bad_value_deep_in_a_row_is_named() -> None:
+    row = {"gpu_id": 0, "memory": {"used_mb": "much"}, "processes": [{"pid": 7}, None], "fault": "GPU is lost"}
+    (gpu,) = decode_stats(encoded({"gpus": [row]}))["gpus"]
+    assert gpu["memory"] == {"total_mb": None, "used_mb": None, "free_mb": None, "usage_percent": None}
+    assert gpu["processes"] == [{"pid": 7, "name": None, "user": None, "memory_used_mb": None}]
+    assert gpu["fault"] == (
+        "GPU is lost; bad value: memory.used_mb is 'much'; bad value: processes has a row that cannot be used"
+    )
+
+
+@pytest.mark.parametrize("absurd", ["1e300", "-9e15", "1e999", "9" * 400, "-1", "true", '"long"', "NaN"])
+def test_a_duration_that_cannot_be_is_not_known(absurd: str) -> None:
+    body = b'{"leases": [{"lease_id": "lease-1", "held_seconds": %b}]}' % absurd.encode()
+    (lease,) = decode_leases(body)["leases"]
+    assert (lease["held_seconds"], lease["gpus"]) == (None, [])
+
+
+def test_a_number_beyond_all_measure_is_not_known() -> None:
+    body = b'{"gpus": [{"gpu_id": 0, "temperature_c": -1e300, "utilization_percent": 7}], "sample_age_seconds": -5}'
+    stats = decode_stats(body)
+    assert stats["sample_age_seconds"] is None
+    assert (stats["gpus"][0]["temperature_c"], stats["gpus"][0]["utilization_percent"]) == (None, 7)
+
+
+def test_lists_within_rows_are_bounded() -> None:
+    waiting = [{"request_id": str(number), "reasons": ["why"] * 500} for number in range(100)]
+    rows = decode_queue(encoded({"queue": [*waiting, {"reasons": []}]}))["queue"]
+    assert len(rows) == 100
+    assert len(rows[0]["reasons"]) == MOST_REASONS
+
+
+@settings(deadline=None)
+@given(json_values, st.sampled_from(["gpus", "leases", "queue"]))
+def test_whatever_rows_a_server_sends_they_can_be_printed_as_json(value: object, name: str) -> None:
+    body = encoded({name: [value, {"gpu_id": 1, "lease_id": "a", "request_id": "b", "memory": value, "gpus": value}]})
+    for decode in (decode_stats, decode_leases, decode_queue, decode_explanation):
+        try:
+            json.dumps(decode(body), allow_nan=False)
+        except ServiceRetryableError:
+            continue
+
+
+# --- one lease ---
+
+LEASE: dict[str, Any] = {
+    "lease_id": "lease-1",
+    "request_id": "train-7",
+    "fence": 4,
+    "gpus": [{"gpu_id": 2, "uuid": "GPU-6ec5", "name": "H100"}],
+    "env": {"LD_PRELOAD": "evil.so", "CUDA_VISIBLE_DEVICES": "0"},
+}
+
+
+def test_a_lease() -> None:
+    assert read_lease_row(LEASE) == LeaseRow("lease-1", "train-7", 4, "", ((2, "GPU-6ec5", "H100"),))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lease_id": None},
+        {"lease_id": "../../admin"},
+        {"lease_id": "x" * 65},
+        {"fence": -1},
+        {"fence": "4"},
+        {"fence": True},
+        {"fence": 10**30},
+        {"gpus": None},
+        {"gpus": [None]},
+        {"gpus": [{"gpu_id": None}]},
+        {"gpus": [{"gpu_id": -1}]},
+        {"gpus": [{"gpu_id": 0, "uuid": "0,1,2"}]},
+        {"gpus": [{"gpu_id": 0, "uuid": 7}]},
+    ],
+)
+def test_what_cannot_be_a_lease_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ServiceRetryableError, match="the lease cannot be used: "):
+        read_lease_row(LEASE | wrong)
+
+
+@pytest.mark.parametrize("value", [None, [], "lease", 3])
+def test_what_is_no_object_is_no_lease(value: object) -> None:
+    with pytest.raises(ServiceRetryableError, match="the lease cannot be used: lease_id is missing"):
+        read_lease_row(value)
+
+
+def test_a_position_in_the_queue() -> None:
+    body = encoded({"position": 3, "reasons": ["busy", 7, "very\x1b[31m busy"]})
+    assert decode_queue_position(body) == QueuePosition(3, ("busy", "very[31m busy"))
+    assert decode_queue_position(b'{"position": -1, "reasons": "many"}') == QueuePosition(None, ())

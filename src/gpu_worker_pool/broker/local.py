@@ -1,24 +1,43 @@
-"""This host's desk without a server: its readings, its ledger and the desk, for a program that uses `local://`."""
+"""The broker of this host without a server, for programs that use `local://`: its GPU samples and its ledger."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.broker.broker import LeaseBroker
 from gpu_worker_pool.broker.simulated_load import SimulatedLoad
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.settings import PoolSettings
+from gpu_worker_pool.errors import ServiceRefusedError, ServiceRetryableError
 from gpu_worker_pool.hardware.host import host_sampler
+from gpu_worker_pool.hardware.samples import DriverFailure
 from gpu_worker_pool.ledger.host import open_host_ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpu_worker_pool.hardware.readers import Reader
     from gpu_worker_pool.hardware.sampler import Seen
     from gpu_worker_pool.hardware.samples import HostSample
 
 
 INTERVAL_SECONDS: Final = 1.0
+#: How long the driver has for its first answer.
+FIRST_SAMPLE_SECONDS: Final = 3.0
+#: An older sample is stale (rule 1).
+SAMPLE_MAX_AGE_SECONDS: Final = 15.0
+#: Codes of a `DriverError` where no driver is installed: trying again does not help.
+NO_DRIVER: Final = frozenset({"nvidia_smi_not_found", "nvml_not_found"})
+#: Another process's old sample may arrive first; how often to check whether this process has read the GPUs itself.
+_CHECK_SECONDS: Final = 0.01
+
+
+def local_user() -> str:
+    """The account and owner of leases that this user takes without a server."""
+    return f"user:{os.getuid()}"
 
 
 class LocalBroker:
@@ -31,19 +50,25 @@ class LocalBroker:
         settings: PoolSettings | None = None,
         state_dir: str | None = None,
         on_sample: Callable[[HostSample], object] | None = None,
+        reader: Reader | None = None,
     ) -> None:
-        """`on_sample` is called in the event loop's thread."""
+        """`on_sample` is called in the event loop's thread; `reader` replaces the one that `backend` names."""
         self._loop = asyncio.get_running_loop()
         self._on_sample = on_sample
+        self._sampled = asyncio.Event()
+        #: The last sample that the broker was given, and the last one without a `DriverFailure`.
+        self._last: HostSample | None = None
+        self._good: HostSample | None = None
         settings = settings or PoolSettings(poll_seconds=INTERVAL_SECONDS)
         load = SimulatedLoad.of(backend)
         self._sampler = host_sampler(
             backend,
             interval_seconds=INTERVAL_SECONDS,
             keep=1,
-            # The only crossing from the sampler's thread to the loop's.
+            # The only crossing from the sampler's thread to the event loop's.
             on_sample=lambda sample: self._loop.call_soon_threadsafe(self._take, sample),
             state_dir=state_dir,
+            reader=reader,
             holders=tuple if load is None else load.holders,
         )
         self.broker = LeaseBroker(
@@ -65,7 +90,38 @@ class LocalBroker:
         await asyncio.to_thread(self._sampler.stop)
         await self.broker.stop()
 
+    async def sample(self, timeout_seconds: float = FIRST_SAMPLE_SECONDS) -> HostSample:
+        """The newest sample with a `DriverAnswer`, at most 15 s old; waits `timeout_seconds` for the first one.
+
+        Raises a `ServiceRefusedError` where no driver is installed, and a `ServiceRetryableError` where the driver
+        fails or does not answer.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                await self._sampled.wait()
+                is_up_to_date = False
+                while self._fresh() is None and not is_up_to_date:
+                    is_up_to_date = self._sampler.wait_until_up_to_date(0)
+                    # 0: what the sampler has already handed over is taken first.
+                    await asyncio.sleep(0 if is_up_to_date else _CHECK_SECONDS)
+        if (fresh := self._fresh()) is not None:
+            return fresh
+        if self._last is not None and isinstance(failure := self._last.answer, DriverFailure):
+            if failure.code in NO_DRIVER:
+                raise ServiceRefusedError(failure.message)
+            raise ServiceRetryableError(failure.message)
+        silent = timeout_seconds if self._good is None else boot_time() - self._good.begun_at
+        raise ServiceRetryableError(f"the driver has not answered for {silent:.0f} s")
+
+    def _fresh(self) -> HostSample | None:
+        good = self._good
+        return good if good is not None and boot_time() - good.begun_at <= SAMPLE_MAX_AGE_SECONDS else None
+
     def _take(self, sample: HostSample) -> None:
+        self._last = sample
+        if not isinstance(sample.answer, DriverFailure):
+            self._good = sample
         self.broker.take(sample)
+        self._sampled.set()
         if self._on_sample is not None:
             self._on_sample(sample)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.config import LOCAL_ENDPOINT, EndpointConfig, MultiEndpointConfigurationManager, parse_endpoints
+from gpu_worker_pool.environment import Environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,12 +39,9 @@ def is_local(endpoint: EndpointConfig) -> bool:
 
 def local_backend() -> str:
     """Which GPUs this host has, or pretends to have. Raises a `ValueError` that says what was expected."""
-    text = os.environ.get("GPU_BACKEND", "").strip()
+    text = Environment().text("GPU_BACKEND")
     if not text:
         return "auto"
     from gpu_worker_pool.hardware.readers.choose import check_backend
 
-    try:
-        return check_backend(text)
-    except ValueError as error:
-        raise ValueError(f"GPU_BACKEND={text!r} cannot be used: {error}") from None
+    return check_backend(text, "GPU_BACKEND")

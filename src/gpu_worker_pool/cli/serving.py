@@ -38,9 +38,9 @@ def serve_with(given: Mapping[str, str | int | bool | None]) -> None:
         chosen["backend"] = f"simulated:{simulate}"
     elif chosen["backend"] is not None:
         try:
-            check_backend(str(chosen["backend"]))
+            check_backend(str(chosen["backend"]), "--backend")
         except ValueError as error:
-            raise click.UsageError(f"--backend {chosen['backend']}: {error}.") from None
+            raise click.UsageError(f"{error}.") from None
     # By the environment, since workers read their settings themselves, each in a process of its own.
     os.environ.update({_VARIABLES[name]: str(value) for name, value in chosen.items() if value is not None})
     os.environ["RELOAD"] = "false"

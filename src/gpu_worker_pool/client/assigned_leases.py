@@ -1,4 +1,4 @@
-"""The leases that workers of a client have: from the moment they are handed over until they are released or lost.
+"""The leases that workers of a client hold: from the moment they are handed over until they are released or lost.
 
 In the client's event loop, except where it says otherwise.
 """
@@ -7,45 +7,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.client import pool_events
-from gpu_worker_pool.client.holders import Holders
+from gpu_worker_pool.client.holders import Holder, Holders
 from gpu_worker_pool.client.loss_callback import LossCallback
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.errors import InvalidAssignmentError, StaleAssignmentError
-from gpu_worker_pool.models import leased_assignment
+from gpu_worker_pool.errors import StaleAssignmentError
+from gpu_worker_pool.models import make_assignment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from types import CodeType
 
     from gpu_worker_pool.client.endpoint_view import EndpointView
-    from gpu_worker_pool.core import Lease, Waiter
-    from gpu_worker_pool.leases.endpoint import LeaseEndpoint
-    from gpu_worker_pool.leases.values import HeldLease
+    from gpu_worker_pool.client.lease_thread import LeaseThread
+    from gpu_worker_pool.core import Waiter
+    from gpu_worker_pool.leases.lease import HeldLease
     from gpu_worker_pool.models import GPUAssignment
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("gpu_worker_pool.leases.assigned")
 
-#: Leases that were lost are remembered for whoever releases them late.
+#: How many lost leases are remembered for workers that release them late.
 REMEMBERED_LOSSES = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What a worker has."""
-
-    held: HeldLease
-    endpoint: LeaseEndpoint
-    #: The same in the books.
-    lease: Lease
 
 
 class AssignedLeases:
@@ -67,64 +55,64 @@ class AssignedLeases:
         self._want_reading = want_reading
         self._callback = None if on_lease_lost is None else LossCallback(on_lease_lost)
         self._loop = asyncio.get_running_loop()
-        #: By worker id.
-        self._kept: dict[str, _Kept] = {}
+        #: In which the leases are renewed and released; there from the first endpoint on that gives leases.
+        self.thread: LeaseThread | None = None
         self._losses: OrderedDict[str, str] = OrderedDict()
-        self._holders = Holders(self._loop, asking, self._is_forgotten, self._asker_finished, self._let_expire)
-        # Names that no other pool gives, so that its assignments are not mistaken for ours.
-        self._prefix = f"worker-{secrets.token_hex(3)}-"
-        self._serial = 0
-
-    def new_worker_id(self) -> str:
-        self._serial += 1
-        return f"{self._prefix}{self._serial}"
+        self._holders = Holders(self._loop, asking, self._is_held, self._asker_finished, self._let_expire)
+        self.new_worker_id = self._holders.new_worker_id
 
     def stop(self) -> None:
-        """Whoever keeps the leases gives them back next."""
-        if self._kept:
-            held = ", ".join(f"{name} ({kept.held.shown})" for name, kept in self._kept.items())
-            logger.warning("stopped while GPUs were still assigned; they are given back: %s", held)
+        """The lease thread gives them back next."""
+        if self._holders:
+            leases = ", ".join(
+                f"{name} ({holder.held.shown})"
+                for name, holder in self._holders.items()
+                if holder.held is not None  # as all of them
+            )
+            logger.warning("stopped while GPUs were still assigned; they are given back: %s", leases)
         self.forget()
-        self._kept.clear()
 
     def forget(self) -> None:
-        """Nobody is left who could be told that an assignment was dropped."""
+        """Watch no assignment any more."""
         self._holders.clear()
 
-    # --- having ---
-
-    def hand_over(
-        self, held: HeldLease, endpoint: LeaseEndpoint, waiter: Waiter, *, was_blocked: bool
-    ) -> GPUAssignment:
-        assignment = self._assignment(held)
-        lease = self._view.granted(held, self._pool_id(held.endpoint_id), waiter, self._now())
-        self._kept[held.ask.worker_id] = _Kept(held, endpoint, lease)
-        self._holders.watch(assignment, lease)
+    def hand_over(self, held: HeldLease, waiter: Waiter, *, was_blocked: bool) -> GPUAssignment:
+        pool_id = self._pool_id(held.endpoint_id)
+        lease = self._view.granted(held, pool_id, waiter, self._now())
+        assignment = self._holders.hand_over(lease, self._assignment(held), held=held)
         if pool_events.is_wanted():
             pool_events.assigned(lease, was_blocked=was_blocked)
         return assignment
 
     def _assignment(self, held: HeldLease) -> GPUAssignment:
-        now, left_seconds = datetime.now(), max(held.life.held_until - boot_time(), 0.0)
-        return leased_assignment(held, self._pool_id(held.endpoint_id), now, now + timedelta(seconds=left_seconds))
+        now, left_seconds = datetime.now(), max(held.held_until - boot_time(), 0.0)
+        return make_assignment(
+            self._pool_id(held.endpoint_id),
+            held.gpus,
+            held.request.worker_id,
+            now,
+            fence=held.fence,
+            lease_id=held.lease_id,
+            expires_at=now + timedelta(seconds=left_seconds),
+            lease_health=held,
+        )
 
     # --- giving back ---
 
     async def release(self, assignment: GPUAssignment) -> None:
         """Twice is harmless; `StaleAssignmentError` if it was lost before."""
-        kept = self._kept.get(assignment.worker_id)
-        if kept is None:
+        holder = self._holders.holder_of(assignment)
+        if holder is None:
             self._check_already_released(assignment)
             return
-        held = kept.held
-        if (assignment.lease_id, assignment.fence) != (held.lease_id, held.fence):
-            raise InvalidAssignmentError(f"{assignment.worker_id} holds {held.shown}, not {assignment.lease_id}")
-        self._drop(kept)
+        held, thread = holder.held, self.thread
+        assert held is not None  # as for all of them
+        assert thread is not None  # which gave it
+        self._drop(holder)
         if pool_events.is_wanted():
-            pool_events.released(kept.lease, self._now() - kept.lease.granted_at)
-        thread = kept.endpoint.thread
+            pool_events.released(holder.lease, self._now() - holder.lease.granted_at)
         try:
-            await asyncio.wrap_future(thread.do(partial(thread.release, kept.endpoint.service, held)))
+            await asyncio.wrap_future(thread.do(partial(thread.engine.release, held)))
         except StaleAssignmentError as error:
             self._remember_loss(assignment.worker_id, str(error))
             raise
@@ -135,22 +123,19 @@ class AssignedLeases:
             raise StaleAssignmentError(why)
         if assignment.lost:
             raise StaleAssignmentError(f"{worker_id} lost {assignment.lease_id}: {assignment.lost_reason}")
-        serial = worker_id.removeprefix(self._prefix)
-        if serial == worker_id or not serial.isdecimal() or not 0 < int(serial) <= self._serial:
-            raise InvalidAssignmentError(f"{worker_id} holds no GPU of this pool; was it assigned by another one?")
+        self._holders.check_ours(worker_id)
 
-    def _drop(self, kept: _Kept) -> None:
-        worker_id = kept.lease.request.worker_id
-        del self._kept[worker_id]
-        self._holders.pop(worker_id, None)
-        if not self._view.ended(kept.lease, self._now()):
-            self._want_reading(kept.lease.endpoint_id)
+    def _drop(self, holder: Holder) -> None:
+        lease = holder.lease
+        self._holders.pop(lease.request.worker_id, None)
+        if not self._view.ended(lease, self._now()):
+            self._want_reading(lease.endpoint_id)
 
     # --- losing ---
 
     def lost_in_thread(self, held: HeldLease) -> None:
-        """Called in the keeper's thread, since the loop may be blocked for minutes."""
-        holder = self._holders.get(held.ask.worker_id)
+        """Called in the lease thread, since the client's loop may be blocked for minutes."""
+        holder = self._holders.get(held.request.worker_id)
         assignment = holder() if holder is not None else None
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._lost, held)
@@ -158,43 +143,32 @@ class AssignedLeases:
             self._callback.tell(self._assignment(held) if assignment is None else assignment)
 
     async def no_more_losses(self) -> None:
-        """The last that is awaited in the keeper's thread."""
+        """The last that is awaited in the lease thread."""
         if self._callback is not None:
             self._callback.end()
 
     def _lost(self, held: HeldLease) -> None:
-        kept = self._kept.get(held.ask.worker_id)
-        if kept is not None and kept.held is held:
-            self._remember_loss(held.ask.worker_id, f"{held.ask.worker_id} lost {held.shown}: {held.life.reason}")
-            self._drop(kept)
+        worker_id = held.request.worker_id
+        holder = self._holders.get(worker_id)
+        if holder is not None and holder.held is held:
+            self._remember_loss(worker_id, f"{worker_id} lost {held.shown}: {held.reason}")
+            self._drop(holder)
 
     def _remember_loss(self, worker_id: str, why: str) -> None:
         self._losses[worker_id] = why
         if len(self._losses) > REMEMBERED_LOSSES:
             self._losses.popitem(last=False)
 
-    # --- forgetting ---
+    # --- forgotten assignments ---
 
-    def _is_forgotten(self, lease: Lease, *, is_asker_known: bool) -> bool:
-        """Nothing refers to an assignment any more: say so, and whether its lease ends once its asker is done."""
-        kept = self._kept.get(lease.request.worker_id)
-        if kept is None or kept.lease is not lease:
-            return False
-        until = "when the task that asked for it has finished, and its server sees nothing of it any more"
-        if not is_asker_known:
-            until = "when the pool stops: which task uses it cannot be known"
-        dropped = "%s dropped its assignment of %s without release_gpu(); it is taken back %s"
-        logger.warning(dropped, lease.request.worker_id, kept.held.shown, until)
-        return is_asker_known
+    def _is_held(self, holder: Holder) -> bool:
+        return holder.held is not None and not holder.held.has_ended
 
-    def _asker_finished(self, lease: Lease) -> None:
-        kept = self._kept.get(lease.request.worker_id)
-        if kept is not None and kept.lease is lease:
-            self._let_expire(lease)
-            self._drop(kept)
+    def _asker_finished(self, holder: Holder) -> None:
+        self._let_expire(holder)
+        self._drop(holder)
 
-    def _let_expire(self, lease: Lease) -> None:
+    def _let_expire(self, holder: Holder) -> None:
         """In any thread."""
-        kept = self._kept.get(lease.request.worker_id)
-        if kept is not None:
-            kept.endpoint.thread.call(kept.endpoint.thread.let_expire, kept.held)
+        if self.thread is not None and holder.held is not None:
+            self.thread.call(self.thread.engine.let_expire, holder.held)

@@ -24,6 +24,7 @@ from gpu_worker_pool.client.monitor import GPUMonitor, MultiEndpointGPUMonitor, 
 from gpu_worker_pool.client.same_gpus import SameGPUs
 from gpu_worker_pool.config import PoolConfig
 from gpu_worker_pool.core import PoolSettings
+from gpu_worker_pool.core.requirements import make_requirements
 from gpu_worker_pool.errors import (
     AlreadyStartedError,
     NotStartedError,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from gpu_worker_pool.api.http_client import Fetched
     from gpu_worker_pool.client.default_endpoint import StatsClientWithURL
     from gpu_worker_pool.client.endpoints import Endpoint
-    from gpu_worker_pool.client.lease_pool import LeasePool
     from gpu_worker_pool.client.monitor import StatsClient
     from gpu_worker_pool.config import EndpointConfig
     from gpu_worker_pool.core import Explanation
@@ -116,9 +116,7 @@ class GPUWorkerPoolClient:
             tell_endpoints=self._tell_endpoints,
             also_asking=[GPUWorkerPoolClient.queue_request_for_retry.__code__],
         )
-        #: Whoever gives GPUs, unless that is the manager alone: the one question that every request is asked.
-        self._leases: LeasePool | forks.Forked | None = None
-        #: Which endpoints give leases, and whoever has to do with those.
+        #: Which endpoints give leases, and so what hands out GPUs.
         self._coordinator = Coordinator(
             config,
             settings,
@@ -129,7 +127,6 @@ class GPUWorkerPoolClient:
             on_lease_lost=on_lease_lost,
             also_asking=[GPUWorkerPoolClient.queue_request_for_retry.__code__],
             environ=environ,
-            chosen=partial(setattr, self, "_leases"),
         )
         self._pid = os.getpid()
         self._endpoints = EndpointManager(config.endpoints)
@@ -215,7 +212,7 @@ class GPUWorkerPoolClient:
     ) -> None:
         await self.stop()
 
-    # --- GPUs: coroutines of the manager, handed on as they are, since a frame more would cost every request ---
+    # --- GPUs ---
 
     def request_gpu(
         self,
@@ -238,39 +235,14 @@ class GPUWorkerPoolClient:
         `ServiceUnavailableError` too if no endpoint answered; `ImpossibleRequestError` at once if no GPU can ever
         serve it. From a server that gives leases it is one, renewed until it is released.
         """
-        if self._leases is not None:
-            return self._leases.request_gpu(
-                timeout,
-                count=count,
-                memory_mb=memory_mb,
-                share=share,
-                min_free_memory_mb=min_free_memory_mb,
-                gpu_model=gpu_model,
-                only=only,
-                exclude=exclude,
-                priority=priority,
-                policy=policy,
-                label=label,
-            )
-        return self._manager.request_gpu(
-            timeout,
-            count=count,
-            memory_mb=memory_mb,
-            share=share,
-            min_free_memory_mb=min_free_memory_mb,
-            gpu_model=gpu_model,
-            only=only,
-            exclude=exclude,
-            priority=priority,
-            policy=policy,
-            label=label,
+        requirements = make_requirements(
+            count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy
         )
+        return self._coordinator.assigner.acquire(requirements, timeout, label)
 
     def release_gpu(self, assignment: GPUAssignment) -> Coroutine[Any, Any, None]:
         """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back or lost before."""
-        if self._leases is not None:
-            return self._leases.release_gpu(assignment)
-        return self._manager.release_gpu(assignment)
+        return self._coordinator.assigner.release_gpu(assignment)
 
     def explain(self, **requirements: Any) -> Explanation:
         """Why somebody who asked for this now would wait: GPU by GPU, with the numbers."""

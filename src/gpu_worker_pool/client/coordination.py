@@ -12,7 +12,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gpu_worker_pool.client import pool_metrics
 from gpu_worker_pool.client.lease_pool import LeasePool
@@ -24,7 +24,7 @@ from gpu_worker_pool.forks import Forked
 from gpu_worker_pool.leases.http import HTTPLeaseService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Coroutine, Iterable, Mapping
     from types import CodeType
 
     from gpu_worker_pool.api.http_client import AsyncGPUStatsHTTPClient, Fetched, MultiEndpointHTTPClientPool
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from gpu_worker_pool.config import Coordination, EndpointConfig, PoolConfig
     from gpu_worker_pool.core import Explanation, Pool, PoolSettings, Waiter
     from gpu_worker_pool.leases.local import LocalLeaseService
-    from gpu_worker_pool.leases.values import LeaseService
+    from gpu_worker_pool.leases.service import LeaseService
     from gpu_worker_pool.models import GPUAssignment, GPUStats, PoolStatus
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("gpu_worker_pool.coordination")
 
 NOT_ONE_OF_SEVERAL = "local:// cannot be one of several: give it alone, as service_endpoint, or name a server's URL"
 #: What a server lists among its features that gives leases to whoever asks.
@@ -56,6 +56,16 @@ class Kind(Enum):
     IN_PROCESS = "in_process"
     #: It gives none, and is not to be used without.
     REFUSED = "refused"
+
+
+class Assigner(Protocol):
+    """Hands out GPUs and takes them back."""
+
+    def acquire(
+        self, requirements: Requirements, timeout: float | None, label: str | None
+    ) -> Coroutine[Any, Any, GPUAssignment]: ...
+
+    def release_gpu(self, assignment: GPUAssignment) -> Coroutine[Any, Any, None]: ...
 
 
 class AsksForFeatures:
@@ -127,13 +137,12 @@ class Coordinator:
         on_lease_lost: Callable[[GPUAssignment], object] | None,
         also_asking: Iterable[CodeType],
         environ: Mapping[str, str] | None,
-        chosen: Callable[[LeasePool | Forked | None], object],
     ) -> None:
-        """`chosen` is told whoever gives GPUs, and None where that is the manager alone."""
         _check_callback(on_lease_lost)
         _check_key(config)
         _check_local(config)
-        self._chosen = chosen
+        #: What hands out GPUs: the manager alone while no endpoint gives leases.
+        self.assigner: Assigner = manager
         self._config = config
         self._environ = environ
         self._manager = manager
@@ -161,11 +170,11 @@ class Coordinator:
         self._kinds.clear()
         self._local = None
         self._pool = None if self._config.coordination == "local" else self._make_pool()
-        self._chosen(self._pool)
+        self.assigner = self._pool or self._manager
 
     async def stop(self) -> None:
         pool, self._pool = self._pool, None
-        self._chosen(None)
+        self.assigner = self._manager
         if pool is not None:
             await pool.stop()
 
@@ -174,13 +183,13 @@ class Coordinator:
         if self._pool is not None:
             self._pool.forget()
         self._pool = None
-        self._chosen(None)
+        self.assigner = self._manager
 
     def forked(self, pid: int) -> None:
         if self._pool is not None:
             self._pool.forked()
         self._pool = None
-        self._chosen(Forked(pid))
+        self.assigner = Forked(pid)
 
     # --- endpoints ---
 
@@ -206,18 +215,19 @@ class Coordinator:
         if config.url == LOCAL_ENDPOINT:
             if self._config.multi_endpoint:
                 raise ValueError(NOT_ONE_OF_SEVERAL)
-            return self._local_service(endpoint.endpoint_id)
+            from gpu_worker_pool.client.local_readings import LocalReadings
+
+            assert self._pool is not None  # as `_check_local` made sure
+            return LocalReadings(self._local_service(endpoint.endpoint_id), self._pool.start_thread())
         client = http.client_for(config)
         return client if self._pool is None else AsksForFeatures(client, partial(self._decided, endpoint))
 
     def _local_service(self, endpoint_id: str) -> LocalLeaseService:
         if self._local is None:
-            # What reads hardware and keeps a ledger is not for those who ask servers.
+            # A client of servers need not load what reads hardware and opens a ledger.
             from gpu_worker_pool.leases.local import LocalLeaseService, LocalSettings
 
-            assert self._pool is not None  # which was seen to when the client was made
-            settings = LocalSettings.from_environment(self._environ)
-            self._local = LocalLeaseService(endpoint_id, settings, self._pool.start_thread())
+            self._local = LocalLeaseService(endpoint_id, LocalSettings.from_environment(self._environ))
         return self._local
 
     def _decided(self, endpoint: Endpoint, url: str, features: frozenset[str] | None) -> None:
@@ -241,7 +251,7 @@ class Coordinator:
         kinds = self._kinds.values()
         self._pool.set_in_process(has_endpoints=Kind.UNDECIDED in kinds or Kind.IN_PROCESS in kinds)
         is_needed = self._pool.is_needed or Kind.UNDECIDED in kinds
-        self._chosen(self._pool if is_needed else None)
+        self.assigner = self._pool if is_needed else self._manager
 
     def _lease_service(self, endpoint_id: str, url: str, thread: LeaseThread) -> LeaseService:
         if url == LOCAL_ENDPOINT:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.api.http_client import Fetched
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("gpu_worker_pool.default_endpoint")
 
 #: Documents disagree: a client looks at port 8080, and a server listens on 8000.
 SERVER_DEFAULT = EndpointConfig("localhost_8000", "http://localhost:8000")

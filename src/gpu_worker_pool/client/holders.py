@@ -1,19 +1,16 @@
-"""Who was given GPUs, and whether anybody still can release them. Notices what is forgotten; decides nothing."""
+"""Who was given GPUs, and whether anything can still release them. Notices what is forgotten; decides nothing."""
 
 from __future__ import annotations
 
+import logging
+import secrets
 import weakref
 from asyncio import current_task
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.errors import InvalidAssignmentError
-from gpu_worker_pool.models import (
-    GlobalGPUAssignment,
-    GPUAssignment,
-    assignment_of_one_gpu,
-    global_assignment_of_one_gpu,
-)
+from gpu_worker_pool.models import GPUAssignment, make_assignment
 
 if TYPE_CHECKING:
     import asyncio
@@ -21,68 +18,77 @@ if TYPE_CHECKING:
     from types import CodeType
 
     from gpu_worker_pool.core import Lease
+    from gpu_worker_pool.leases.lease import HeldLease
     from gpu_worker_pool.models import WorkerInfo
+
+logger = logging.getLogger(__name__)
 
 
 class Holder(weakref.ref[GPUAssignment]):
-    """Somebody who was given GPUs: a reference that tells when nothing else refers to the assignment any more."""
+    """A worker that was given GPUs: notices when nothing else refers to the assignment any more."""
 
-    __slots__ = ("lease", "task", "worker")
+    __slots__ = ("held", "lease", "task", "worker")
 
     lease: Lease
-    #: Who asked, where that can be known. Weak: a task that failed keeps everything alive that it knew.
+    #: What a server gave; None for what this process assigned.
+    held: HeldLease | None
+    #: The task that asked, where that can be known. Weak: a task that failed keeps alive all that it knew.
     task: weakref.ref[asyncio.Task[Any]] | None
     #: For a worker that is called back. It keeps its own assignment, so that it never looks forgotten.
     worker: tuple[WorkerInfo, GPUAssignment] | None
 
 
-class Forgotten(Protocol):
-    def __call__(self, lease: Lease, *, is_asker_known: bool) -> bool: ...
-
-
 class Holders(dict[str, Holder]):
     """By worker id.
 
-    `is_forgotten` is called when an assignment object is gone unreleased; if it returns True, `asker_finished` is
-    called as soon as the task that asked has finished too. `is_outlived` is called instead, in whatever thread, for one
-    that outlived the loop.
+    `asker_finished` is called when an assignment object is gone unreleased and the task that asked has finished too;
+    `is_outlived` instead, in whatever thread, for one that outlived the loop.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         asking: Collection[CodeType],
-        is_forgotten: Forgotten,
-        asker_finished: Callable[[Lease], object],
-        is_outlived: Callable[[Lease], object] = lambda _: None,
+        is_held: Callable[[Holder], bool],
+        asker_finished: Callable[[Holder], object],
+        is_outlived: Callable[[Holder], object] = lambda _: None,
     ) -> None:
         self._loop = loop
         #: What a task runs that only asks, as `gather` and `wait_for` make them: it ends with the answer, and who is
         #: behind it is not known.
         self._asking = asking
-        self._is_forgotten = is_forgotten
+        self._is_held = is_held
         self._asker_finished = asker_finished
         self._is_outlived = is_outlived
         self._on_dropped = self._dropped
+        # Ids that no other pool gives, so that its assignments are not mistaken for ours.
+        self._prefix = f"worker-{secrets.token_hex(3)}-"
+        self._serial = 0
 
-    def hand_over(self, lease: Lease, worker: WorkerInfo | None = None) -> GPUAssignment:
-        """Make the assignment that the worker gets, and keep an eye on it."""
-        worker_id = lease.request.worker_id
-        assignment: GPUAssignment
-        if len(lease.held) == 1:
-            gpu, now = lease.held[0], datetime.now()
-            uuids = () if gpu.uuid is None else (gpu.uuid,)
-            if endpoint_id := lease.endpoint_id:
-                assignment = global_assignment_of_one_gpu(
-                    gpu.gpu_id, endpoint_id, gpu.index, worker_id, now, uuids, lease.fence
-                )
-            else:
-                assignment = assignment_of_one_gpu(gpu.index, worker_id, now, uuids, lease.fence)
-        else:
+    def new_worker_id(self) -> str:
+        self._serial = serial = self._serial + 1
+        return f"{self._prefix}{serial}"
+
+    def check_ours(self, worker_id: str) -> None:
+        """Raise `InvalidAssignmentError` for an id that was never given here."""
+        serial = worker_id.removeprefix(self._prefix)
+        if serial == worker_id or not serial.isdecimal() or not 0 < int(serial) <= self._serial:
+            raise InvalidAssignmentError(f"{worker_id} holds no GPU of this pool; was it assigned by another one?")
+
+    def hand_over(
+        self,
+        lease: Lease,
+        assignment: GPUAssignment | None = None,
+        *,
+        held: HeldLease | None = None,
+        worker: WorkerInfo | None = None,
+    ) -> GPUAssignment:
+        """What the worker gets, watched from now on; by default made from `lease`."""
+        if assignment is None:
             assignment = assignment_of(lease)
-        # As `watch` does it: a call more would cost every request.
         holder = Holder(assignment, self._on_dropped)
         holder.lease = lease
+        holder.held = held
         holder.task = holder.worker = None
         if worker is not None:
             holder.worker = (worker, assignment)
@@ -90,55 +96,55 @@ class Holders(dict[str, Holder]):
             task = current_task(self._loop)
             if task is not None and getattr(task.get_coro(), "cr_code", None) not in self._asking:
                 holder.task = weakref.ref(task)
-        self[worker_id] = holder
+        self[lease.request.worker_id] = holder
         return assignment
 
-    def watch(self, assignment: GPUAssignment, lease: Lease) -> None:
-        """Keep an eye on an assignment that was made elsewhere, and stands for this lease."""
-        holder = Holder(assignment, self._on_dropped)
-        holder.lease = lease
-        holder.task = holder.worker = None
-        task = current_task(self._loop)
-        if task is not None and getattr(task.get_coro(), "cr_code", None) not in self._asking:
-            holder.task = weakref.ref(task)
-        self[lease.request.worker_id] = holder
-
-    def lease_of(self, assignment: GPUAssignment) -> Lease | None:
-        """What is held by it, or None if nothing is any more. A copy will do; another assignment will not."""
+    def holder_of(self, assignment: GPUAssignment) -> Holder | None:
+        """Who holds it, or None if nobody does any more. A copy of the assignment will do; another one will not."""
         try:
             holder = self.get(assignment.worker_id)
         except AttributeError:
             raise InvalidAssignmentError(
                 f"release_gpu takes the GPUAssignment that request_gpu returned, not {assignment!r}"
             ) from None
-        if holder is None:
-            return None
-        lease = holder.lease
-        if holder() is not assignment:
-            mine = assignment_of(lease)
-            if assignment.gpu_ids != mine.gpu_ids or assignment.fence not in (None, mine.fence):
-                raise InvalidAssignmentError(
-                    f"{assignment.worker_id} holds {shown(lease)}, not GPU {assignment.gpu_id}"
-                )
-        return lease
+        if holder is None or holder() is assignment:
+            return holder
+        lease, held = holder.lease, holder.held
+        if held is not None:
+            if (assignment.lease_id, assignment.fence) != (held.lease_id, held.fence):
+                raise InvalidAssignmentError(f"{assignment.worker_id} holds {held.shown}, not {assignment.lease_id}")
+            return holder
+        mine = assignment_of(lease)
+        if assignment.gpu_ids != mine.gpu_ids or assignment.fence not in (None, mine.fence):
+            raise InvalidAssignmentError(f"{assignment.worker_id} holds {shown(holder)}, not GPU {assignment.gpu_id}")
+        return holder
 
     def _dropped(self, holder: Holder) -> None:
         if self.get(holder.lease.request.worker_id) is not holder:
             return  # it was released
-        # Garbage is collected at any moment and in any thread; what it means is looked at in the loop's own time.
+        # Garbage is collected at any moment and in any thread; what it means is decided in the loop.
         try:
             self._loop.call_soon_threadsafe(self._look_after, holder)
         except RuntimeError:  # the loop is closed, and with it the pool
-            self._is_outlived(holder.lease)
+            self._is_outlived(holder)
 
     def _look_after(self, holder: Holder) -> None:
         """Its worker may still use the GPU, knowing only its number; so it counts until the task has finished."""
-        lease = holder.lease
-        if self.get(lease.request.worker_id) is not holder:
+        worker_id = holder.lease.request.worker_id
+        if self.get(worker_id) is not holder or not self._is_held(holder):
             return
-        if not self._is_forgotten(lease, is_asker_known=holder.task is not None):
+        until = "the task that asked for it has finished and readings show the GPU empty"
+        if holder.task is None:
+            until = "the pool stops: which task uses it cannot be known"
+        logger.warning(
+            "%s dropped its assignment of %s without release_gpu(); it is taken back when %s",
+            worker_id,
+            shown(holder),
+            until,
+        )
+        if holder.task is None:
             return
-        task = holder.task() if holder.task is not None else None
+        task = holder.task()
         if task is None or task.done():
             self._finished(holder)
         else:
@@ -146,27 +152,16 @@ class Holders(dict[str, Holder]):
 
     def _finished(self, holder: Holder) -> None:
         if self.get(holder.lease.request.worker_id) is holder:  # and the pool has not stopped meanwhile
-            self._asker_finished(holder.lease)
+            self._asker_finished(holder)
 
 
 def assignment_of(lease: Lease) -> GPUAssignment:
-    worker_id, held = lease.request.worker_id, lease.held
-    uuids = [gpu.uuid for gpu in held if gpu.uuid is not None]
-    gpu_uuids = uuids if len(uuids) == len(held) else ()
-    if lease.endpoint_id:
-        return GlobalGPUAssignment(
-            lease.gpu_ids[0],
-            lease.endpoint_id,
-            held[0].index,
-            worker_id,
-            datetime.now(),
-            gpu_ids=lease.gpu_ids,
-            gpu_uuids=gpu_uuids,
-            fence=lease.fence,
-        )
-    indices = [gpu.index for gpu in held]
-    return GPUAssignment(indices[0], worker_id, datetime.now(), gpu_ids=indices, gpu_uuids=gpu_uuids, fence=lease.fence)
+    return make_assignment(lease.endpoint_id, lease.held, lease.request.worker_id, datetime.now(), fence=lease.fence)
 
 
-def shown(lease: Lease) -> str:
+def shown(holder: Holder) -> str:
+    return shown_gpus(holder.lease) if holder.held is None else holder.held.shown
+
+
+def shown_gpus(lease: Lease) -> str:
     return f"GPU{'s' if len(lease.gpu_ids) > 1 else ''} {', '.join(lease.gpu_ids)}"

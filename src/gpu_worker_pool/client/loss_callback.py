@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.models import GPUAssignment
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("gpu_worker_pool.leases.callbacks")
 
 
 class LossCallback:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import secrets
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +17,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.client import pool_events, pool_metrics
-from gpu_worker_pool.client.holders import Holders, shown
+from gpu_worker_pool.client.holders import Holder, Holders, shown_gpus
 from gpu_worker_pool.client.refusals import Refusals
 from gpu_worker_pool.clocks import LoopClock
 from gpu_worker_pool.config import EnvironmentConfigurationManager, MultiEndpointConfigurationManager
@@ -47,7 +46,7 @@ from gpu_worker_pool.core import (
     WakeAt,
     explain_requirements,
 )
-from gpu_worker_pool.core.requirements import as_names
+from gpu_worker_pool.core.requirements import make_requirements
 from gpu_worker_pool.errors import (
     AlreadyStartedError,
     InvalidAssignmentError,
@@ -61,7 +60,7 @@ from gpu_worker_pool.errors import (
 from gpu_worker_pool.models import GPUAssignment, WorkerInfo, gpu_id_in_pool, make_global_gpu_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Coroutine, Iterable
     from types import CodeType, TracebackType
 
     from gpu_worker_pool.clocks import Clock, Timer
@@ -72,7 +71,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StaleAssignmentError", "WorkerPoolManager", "WorkerTimeoutError"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("gpu_worker_pool.worker_pool_manager")
 
 REMEMBERED_OUTCOMES = 1000
 
@@ -126,9 +125,6 @@ class WorkerPoolManager:
         self._asking = frozenset({ASKING, *also_asking})
         self._given_clock = clock
         self._pool: Pool | None = None
-        # Names that no other pool gives, so that its assignments are not mistaken for ours.
-        self._prefix = f"worker-{secrets.token_hex(3)}-"
-        self._serial = 0
 
     # ---- Life
 
@@ -143,7 +139,7 @@ class WorkerPoolManager:
         self._answers: dict[str, asyncio.Future[Lease | Ended]] = {}
         self._workers: dict[str, tuple[Request, WorkerInfo, float]] = {}
         self._waiting_workers: set[str] = set()
-        self._holders = Holders(self._loop, self._asking, self._is_forgotten, self._asker_finished)
+        self._holders = Holders(self._loop, self._asking, self._is_held, self._asker_finished)
         self._timer: Timer | None = None
         self._timer_at = 0.0
         #: Asked for with every reading, not with every request.
@@ -161,7 +157,7 @@ class WorkerPoolManager:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        held = [f"{holder.lease.request.worker_id} ({shown(holder.lease)})" for holder in self._holders.values()]
+        held = [f"{holder.lease.request.worker_id} ({shown_gpus(holder.lease)})" for holder in self._holders.values()]
         if held:
             _log.warning("stopped while GPUs were still assigned: %s", ", ".join(held))
         self._holders.clear()
@@ -204,7 +200,7 @@ class WorkerPoolManager:
 
     # ---- Asking
 
-    async def request_gpu(
+    def request_gpu(
         self,
         timeout: float | None = None,
         *,
@@ -218,41 +214,22 @@ class WorkerPoolManager:
         priority: int = 0,
         policy: Policy = "thresholds",
         label: str | None = None,
-    ) -> GPUAssignment:
+    ) -> Coroutine[Any, Any, GPUAssignment]:
         """Wait for a GPU, or several of one host, and have it until `release_gpu`.
 
         Raises `WorkerTimeoutError` after `timeout` seconds (the pool's `worker_timeout` if None),
         `ImpossibleRequestError` at once if no GPU can ever serve it, `PoolStoppedError` if the pool stops meanwhile.
         """
+        requirements = make_requirements(
+            count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy
+        )
+        return self.acquire(requirements, timeout, label)
+
+    async def acquire(self, requirements: Requirements, timeout: float | None, label: str | None) -> GPUAssignment:
         pool = self._pool
         if pool is None or get_ident() != self._thread:
             raise self._unusable()
-        if (
-            count == 1
-            and memory_mb is None
-            and share is False
-            and min_free_memory_mb is None
-            and gpu_model is None
-            and only is None
-            and exclude is None
-            and priority == 0
-            and policy == "thresholds"
-        ):
-            requirements = ANY_GPU
-        else:
-            requirements = Requirements(
-                count=count,
-                memory_mb=memory_mb,
-                share=share,
-                min_free_memory_mb=min_free_memory_mb,
-                gpu_model=gpu_model,
-                only=None if only is None else as_names("only", only),
-                exclude=() if exclude is None else as_names("exclude", exclude),
-                priority=priority,
-                policy=policy,
-            )
-        self._serial = serial = self._serial + 1
-        name = f"{self._prefix}{serial}"
+        name = self._holders.new_worker_id()
         request = Request(name, requirements, name, "", label, self._max_assignment_age_seconds)
         now = self._now()
         deadline = self._deadline(timeout, now)
@@ -290,8 +267,7 @@ class WorkerPoolManager:
             raise ValueError(f"the callbacks of worker {worker.id!r} are called, not awaited: use plain functions")
         if worker.id in self._holders or worker.id in self._waiting_workers:
             raise ValueError(f"worker {worker.id!r} waits or holds a GPU already")
-        self._serial += 1
-        name = f"{self._prefix}{self._serial}"
+        name = self._holders.new_worker_id()
         request = Request(name, requirements, worker.id, "", None, self._max_assignment_age_seconds)
         now = self._now()
         deadline = self._deadline(timeout, now)
@@ -307,7 +283,7 @@ class WorkerPoolManager:
         return None if timeout is None else now + timeout
 
     def _hand_over(self, lease: Lease, worker: WorkerInfo | None = None) -> GPUAssignment:
-        assignment = self._holders.hand_over(lease, worker)
+        assignment = self._holders.hand_over(lease, worker=worker)
         if endpoint_id := lease.endpoint_id:
             self.grants[endpoint_id] = self.grants.get(endpoint_id, 0) + 1
         if self._is_talkative:
@@ -321,11 +297,11 @@ class WorkerPoolManager:
         pool = self._pool
         if pool is None or get_ident() != self._thread:
             raise self._unusable()
-        lease = self._holders.lease_of(assignment)
-        if lease is None:
+        holder = self._holders.holder_of(assignment)
+        if holder is None:
             self._check_already_released(pool, assignment)
         else:
-            self._release(pool, lease)
+            self._release(pool, holder.lease)
 
     def release_worker(self, worker_id: str) -> None:
         """Give back what a worker has that was enqueued to be called back."""
@@ -356,29 +332,19 @@ class WorkerPoolManager:
             raise StaleAssignmentError(f"{worker_id} no longer holds GPU {assignment.gpu_id}: {why}")
         if isinstance(known, Lease) and known.quarantine is not None:
             raise StaleAssignmentError(f"{worker_id} lost GPU {assignment.gpu_id}: {known.quarantine.reason}")
-        serial = worker_id.removeprefix(self._prefix)
-        was_ours = serial != worker_id and serial.isdecimal() and 0 < int(serial) <= self._serial
         was_granted = known is None or (isinstance(known, Outcome) and known.lease is not None)
-        if not (was_ours and was_granted) or (assignment.fence or 0) > pool.fence:
+        if not was_granted or (assignment.fence or 0) > pool.fence:
             raise InvalidAssignmentError(f"{worker_id} holds no GPU of this pool; was it assigned by another one?")
+        self._holders.check_ours(worker_id)
 
-    def _is_forgotten(self, lease: Lease, *, is_asker_known: bool) -> bool:
-        """Nothing refers to an assignment any more: say so, and whether it is taken back once its asker is done."""
-        if self._pool is None:
-            return False
-        known = self._pool.leases.lookup(lease.lease_id)
-        if known is None or not known.is_live:
-            return False  # it was taken back before, and that was told
-        until = "when the task that asked for it has finished and readings show the GPU empty"
-        if not is_asker_known:
-            until = "when the pool stops: which task uses it cannot be known"
-        dropped = "%s dropped its assignment of %s without release_gpu(); it is taken back %s"
-        _log.warning(dropped, lease.request.worker_id, shown(lease), until)
-        return is_asker_known
+    def _is_held(self, holder: Holder) -> bool:
+        """Not if it was taken back before, which was reported."""
+        known = None if self._pool is None else self._pool.leases.lookup(holder.lease.lease_id)
+        return known is not None and known.is_live
 
-    def _asker_finished(self, lease: Lease) -> None:
-        if self._pool is not None and lease.lease_id in self._pool.leases.by_id:
-            self._apply(HolderGone(lease.lease_id))
+    def _asker_finished(self, holder: Holder) -> None:
+        if self._pool is not None and holder.lease.lease_id in self._pool.leases.by_id:
+            self._apply(HolderGone(holder.lease.lease_id))
 
     # ---- Readings
 
@@ -484,9 +450,9 @@ class WorkerPoolManager:
     def _tell_lost(self, effect: LeaseEnded) -> None:
         worker_id = effect.lease.request.worker_id
         if effect.state is LeaseState.QUARANTINED:
-            _log.warning("%s lost %s: %s", worker_id, shown(effect.lease), effect.reason)
+            _log.warning("%s lost %s: %s", worker_id, shown_gpus(effect.lease), effect.reason)
         else:
-            _log.warning("%s taken back from %s: %s", shown(effect.lease), worker_id, effect.reason)
+            _log.warning("%s taken back from %s: %s", shown_gpus(effect.lease), worker_id, effect.reason)
             holder = self._holders.get(worker_id)
             if holder is not None and holder.lease.lease_id == effect.lease.lease_id:
                 del self._holders[worker_id]
@@ -551,4 +517,4 @@ def _is_duration(value: object) -> bool:
 
 
 #: What a task runs that only asks.
-ASKING = WorkerPoolManager.request_gpu.__code__
+ASKING = WorkerPoolManager.acquire.__code__

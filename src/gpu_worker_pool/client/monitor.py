@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.client.endpoints import Endpoint
     from gpu_worker_pool.models import GPUStats
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("gpu_worker_pool.gpu_monitor")
 
 #: An endpoint that came back has all its GPUs in the pool again after so long.
 RETURN_SECONDS = 10.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.client.holders import shown
+from gpu_worker_pool.client.holders import shown_gpus
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core import Lease, Requirements
@@ -35,10 +35,10 @@ def assigned(lease: Lease, *, was_blocked: bool = True) -> None:
         extra = {"event": "unblocked", "worker_id": worker_id, "waited_seconds": waited}
         logger.info("%s has waited %.3f s", worker_id, waited, extra=extra)
     extra = {"event": "assigned", "worker_id": worker_id, "gpu_ids": lease.gpu_ids, "endpoint_id": lease.endpoint_id}
-    logger.info("%s was assigned %s", worker_id, shown(lease), extra=extra)
+    logger.info("%s was assigned %s", worker_id, shown_gpus(lease), extra=extra)
 
 
 def released(lease: Lease, held_seconds: float) -> None:
     worker_id = lease.request.worker_id
     extra = {"event": "released", "worker_id": worker_id, "gpu_ids": lease.gpu_ids, "held_seconds": held_seconds}
-    logger.info("%s released %s after %.3f s", worker_id, shown(lease), held_seconds, extra=extra)
+    logger.info("%s released %s after %.3f s", worker_id, shown_gpus(lease), held_seconds, extra=extra)

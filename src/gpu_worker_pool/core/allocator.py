@@ -38,7 +38,7 @@ class GPUAllocator:
         self.read_at = -math.inf
         self._balancer = balancer_for(settings.strategy)
         self._reading_max_age_seconds = settings.reading_max_age_seconds
-        self._is_plain_possible = min(settings.memory_threshold_percent, settings.utilization_threshold_percent) > 0
+        self._is_any_gpu_possible = min(settings.memory_threshold_percent, settings.utilization_threshold_percent) > 0
         #: The endpoints with a free GPU, as the balancing strategy ranks them; unused while there is only one.
         self._ranked: RankedSet[EndpointState] = RankedSet()
         self._only_endpoint: EndpointState | None = None
@@ -117,7 +117,7 @@ class GPUAllocator:
     def is_eligible(self, gpu: GPUResourceState, requirements: Requirements, now: float) -> bool:
         return next(obstacles(gpu, requirements, self.settings, now), None) is None
 
-    def is_plain(self, requirements: Requirements) -> bool:
+    def is_any_gpu(self, requirements: Requirements) -> bool:
         """Whether the index answers for these wishes: nothing special asked, or only what holds for all."""
         if requirements is ANY_GPU:
             return True
@@ -137,7 +137,7 @@ class GPUAllocator:
 
     # Rule 3: the best
 
-    def best_plain(self, reserved: Collection[str], now: float) -> tuple[GPUResourceState, ...] | None:
+    def best_free(self, reserved: Collection[str], now: float) -> tuple[GPUResourceState, ...] | None:
         """The GPU for a request without special wishes."""
         endpoint = self._only_endpoint
         if endpoint is not None and not reserved:
@@ -195,7 +195,7 @@ class GPUAllocator:
                 gpu.read_after = read_after
             if not gpu.leases:
                 # Until it is read again: the last reading shows the load of the one who had it.
-                gpu.as_held = before
+                gpu.baseline = before
             self._index(gpu)
             if self._only_endpoint is None:
                 self._rank(gpu.endpoint)
@@ -212,7 +212,7 @@ class GPUAllocator:
 
     def impossible(self, requirements: Requirements) -> tuple[str, ...]:
         """Why no endpoint can ever serve this; empty while one could, or might once it answers."""
-        if requirements is ANY_GPU and self._is_plain_possible:
+        if requirements is ANY_GPU and self._is_any_gpu_possible:
             return ()
         reasons = []
         for endpoint in self.endpoints.values():
@@ -249,10 +249,10 @@ class GPUAllocator:
     def _set_reading(self, gpu: GPUResourceState, reading: Reading | None, begun_at: float = 0.0) -> None:
         if reading is None:
             gpu.reading = None
-            gpu.is_plainly_usable = False
+            gpu.is_usable = False
             return
         if begun_at > gpu.freed_at or gpu.leases or gpu.last_seen is None:
-            gpu.as_held = gpu.held_as_read(reading)
+            gpu.baseline = gpu.baseline_of(reading)
         if reading == gpu.reading:
             return
         gpu.reading = gpu.last_seen = reading
@@ -262,7 +262,7 @@ class GPUAllocator:
         gpu.usage_percent = (100.0 if memory is None else memory) + (100.0 if utilization is None else utilization)
         gpu.rank = (gpu.usage_percent, gpu.last_fence, gpu.index, gpu.gpu_id, gpu)
         # Who it was promised to is looked at in `_index`: that changes between readings.
-        gpu.is_plainly_usable = (
+        gpu.is_usable = (
             not reading.is_promised_elsewhere
             and next(lasting_obstacles(reading, ANY_GPU, self.settings), None) is None
             and next(reading_obstacles(reading, reading.processes, ANY_GPU, self.settings), None) is None
@@ -271,7 +271,7 @@ class GPUAllocator:
     def _index(self, gpu: GPUResourceState) -> None:
         """Put the GPU where a request without special wishes finds it, or take it away from there."""
         endpoint = gpu.endpoint
-        if gpu.is_plainly_usable and not gpu.leases and gpu.read_after < endpoint.begun_at:
+        if gpu.is_usable and not gpu.leases and gpu.read_after < endpoint.begun_at:
             endpoint.free.put(gpu.rank)
         else:
             endpoint.free.discard(gpu)

@@ -29,21 +29,21 @@ def assign(pool: Pool, now: float) -> None:
         if gpus is not None:
             pool.grant_waiter(waiter, gpus, now)
             # Whoever could not be kept anything before may lack only what was granted just now.
-            _keep_for_first(pool, overtaken, withheld, now)
+            _reserve_for_first(pool, overtaken, withheld, now)
             continue
         request_class.tried = True
         if pool.allocator.freed:
             withheld.update(gpus_to_await(pool.allocator, request_class.requirements, now))
         if waiter.may_reserve and now - waiter.enqueued_at >= pool.settings.max_bypass_seconds:
             overtaken.append(waiter)
-            _keep_for_first(pool, overtaken[-1:], withheld, now)
+            _reserve_for_first(pool, overtaken[-1:], withheld, now)
     pool.improved.clear()
 
 
 def _serve(pool: Pool, request_class: RequestClass, now: float) -> None:
     """The same where all wait for the same thing, as they mostly do: nobody can be passed over."""
     while request_class.waiters:
-        gpus = pool.allocator.best_plain((), now) if request_class.is_plain else _choose(pool, request_class, (), now)
+        gpus = pool.allocator.best_free((), now) if request_class.is_any_gpu else _choose(pool, request_class, (), now)
         if gpus is None:
             request_class.tried = True
             break
@@ -55,8 +55,8 @@ def _choose(
     pool: Pool, request_class: RequestClass, withheld: Collection[str], now: float
 ) -> tuple[GPUResourceState, ...] | None:
     allocator, requirements = pool.allocator, request_class.requirements
-    if request_class.is_plain:
-        return allocator.best_plain(withheld, now)
+    if request_class.is_any_gpu:
+        return allocator.best_free(withheld, now)
     candidates: Iterable[GPUResourceState] = allocator.gpus.values()
     if request_class.tried:
         changed = [gpu for gpu in pool.improved.values() if allocator.is_eligible(gpu, requirements, now)]
@@ -67,7 +67,7 @@ def _choose(
     return allocator.best(requirements, candidates, withheld, now)
 
 
-def _keep_for_first(pool: Pool, overtaken: list[Waiter], withheld: set[str], now: float) -> None:
+def _reserve_for_first(pool: Pool, overtaken: list[Waiter], withheld: set[str], now: float) -> None:
     """Keep GPUs for the first of those that were overtaken for long enough; who comes after it cannot have them."""
     for waiter in overtaken:
         reserved_for = pool.reserved_for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.record import record
@@ -20,7 +21,7 @@ class Request:
     requirements: Requirements = ANY_GPU
     worker_id: str = ""
     #: Who may cancel, renew and release it; compared, never interpreted.
-    owner: str = ""
+    owner: str = field(default="", repr=False)
     #: For others to read.
     label: str | None = None
     #: How long a grant lives without renewal; None: until it is released (an assignment within one process).

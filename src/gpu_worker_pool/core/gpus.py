@@ -57,13 +57,13 @@ class EndpointState:
 
 class GPUResourceState:
     __slots__ = (
-        "as_held",
+        "baseline",
         "endpoint",
         "freed_at",
         "gpu_id",
         "index",
         "is_gone",
-        "is_plainly_usable",
+        "is_usable",
         "last_fence",
         "last_seen",
         "leases",
@@ -87,9 +87,9 @@ class GPUResourceState:
         #: True once it ceased to exist, as MIG devices do.
         self.is_gone = False
         #: As the next lease would remember it: the last reading, or what was there before a lease that ended since.
-        self.as_held = HeldGPU(gpu_id)
+        self.baseline = HeldGPU(gpu_id)
         #: Whether the reading alone would let a request without special wishes have it.
-        self.is_plainly_usable = False
+        self.is_usable = False
         #: Everything promised on it: held, offered and in quarantine.
         self.leases: dict[str, Lease] = {}
         #: When the last lease on it ended, and how many readings were asked for since (rule 8).
@@ -102,7 +102,7 @@ class GPUResourceState:
         #: Rule 3: the least used, then the one granted longest ago, then by id.
         self.rank = (self.usage_percent, 0, 0, gpu_id, self)
 
-    def held_as_read(self, reading: Reading) -> HeldGPU:
+    def baseline_of(self, reading: Reading) -> HeldGPU:
         return HeldGPU(
             self.gpu_id,
             reading.index,
@@ -113,13 +113,13 @@ class GPUResourceState:
             reading.process_identities,
         )
 
-    def held_now(self) -> HeldGPU:
+    def baseline_now(self) -> HeldGPU:
         """Those who share a GPU all remember the memory used before the first of them."""
         if not self.leases:
-            return self.as_held
+            return self.baseline
         first = self._first_held()
         return replace(
-            self.as_held, memory_used_mb=first.memory_used_mb, memory_usage_percent=first.memory_usage_percent
+            self.baseline, memory_used_mb=first.memory_used_mb, memory_usage_percent=first.memory_usage_percent
         )
 
     def memory_left_mb(self) -> float | None:

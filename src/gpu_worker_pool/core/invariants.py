@@ -73,7 +73,7 @@ def _check_queue(pool: Pool) -> None:
             "one stands in a wrong line",
         )
         must(
-            request_class.is_plain == pool.allocator.is_plain(request_class.requirements),
+            request_class.is_any_gpu == pool.allocator.is_any_gpu(request_class.requirements),
             f"{request_class.requirements} are not what their line says",
         )
     must(

@@ -84,10 +84,10 @@ class IllegalMoveError(AssertionError):
 
 def diagram(moves: Mapping[Any, Mapping[Any, str]], starts: Iterable[str]) -> str:
     """The table as a Mermaid state diagram."""
-    request_classes = ["stateDiagram-v2"]
-    request_classes += [f"    [*] --> {start}" for start in starts]
-    request_classes += [
+    lines = ["stateDiagram-v2"]
+    lines += [f"    [*] --> {start}" for start in starts]
+    lines += [
         f"    {origin} --> {target}: {cause}" for origin, targets in moves.items() for target, cause in targets.items()
     ]
-    request_classes += [f"    {state} --> [*]" for state, targets in moves.items() if not targets]
-    return "\n".join(request_classes)
+    lines += [f"    {state} --> [*]" for state, targets in moves.items() if not targets]
+    return "\n".join(lines)

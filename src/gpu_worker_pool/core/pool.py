@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpu_worker_pool.core import legality
+from gpu_worker_pool.core import legality, replication
 from gpu_worker_pool.core.allocator import GPUAllocator
 from gpu_worker_pool.core.assigning import assign
 from gpu_worker_pool.core.assignments import Lease, Quarantine, WorkerAssignmentTracker
@@ -40,11 +40,12 @@ from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.core.timers import Timers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from gpu_worker_pool.core.assignments import HeldGPU
     from gpu_worker_pool.core.events import Request
     from gpu_worker_pool.core.gpus import GPUResourceState
+    from gpu_worker_pool.core.replication import Counters, GPUHistory
 
     Handler = Callable[["Pool", Any, float], None]
 
@@ -109,6 +110,25 @@ class Pool:
         effects = tuple(self._effects)
         self._effects.clear()
         return effects
+
+    # ---- What another process decided, or this one before a restart. No event, because nothing is decided
+
+    def replicate(
+        self,
+        news: Iterable[Waiter | Lease | Outcome],
+        histories: Iterable[GPUHistory] = (),
+        counters: Counters | None = None,
+    ) -> None:
+        """Each of `news` replaces what the pool knows of its request; new waiters must come in order of arrival."""
+        replication.replicate(self, news, histories, counters)
+
+    def remember(self, outcome: Outcome) -> None:
+        """An outcome that this process had forgotten."""
+        self.outcomes.add(outcome)
+
+    def forget_outcomes(self, most: int) -> None:
+        """All but the last `most`: a ledger file keeps the others."""
+        self.outcomes.forget_all_but(most)
 
     # ---- Time
 
@@ -179,10 +199,10 @@ class Pool:
         elif request.ttl_seconds is not None:
             expires_at = now + request.ttl_seconds
         gpu = gpus[0]
-        held: tuple[HeldGPU, ...] = (gpu.as_held,)
+        held: tuple[HeldGPU, ...] = (gpu.baseline,)
         gpu_ids: tuple[str, ...] = (gpu.gpu_id,)
         if len(gpus) > 1 or gpu.leases:
-            held = tuple([gpu.held_now() for gpu in gpus])
+            held = tuple([gpu.baseline_now() for gpu in gpus])
             gpu_ids = tuple([gpu.gpu_id for gpu in gpus])
         endpoint_id = gpu.endpoint.endpoint_id
         lease = Lease(
@@ -242,7 +262,7 @@ class Pool:
         if known is not None:
             self.outcomes.forget_old(now)
             if not isinstance(known, Outcome) or not self.outcomes.is_old(known, now):
-                self._asked_again(known, event, now)
+                self._polled_again(known, event, now)
                 return
             self.outcomes.forget(known)
         self.ticket += 1
@@ -250,8 +270,8 @@ class Pool:
         meets_nobody = not queue.waiting
         if meets_nobody:
             # Nobody could be passed over: it is served at once, if it can be.
-            if requirements is ANY_GPU or allocator.is_plain(requirements):
-                gpus = allocator.best_plain((), now)
+            if requirements is ANY_GPU or allocator.is_any_gpu(requirements):
+                gpus = allocator.best_free((), now)
             else:
                 gpus = allocator.best(requirements, allocator.gpus.values(), (), now)
             if gpus is not None:
@@ -259,28 +279,28 @@ class Pool:
                 return
         waiter = Waiter(request, self.ticket, now, event.deadline, may_reserve=event.may_reserve, poll_id=event.poll_id)
         if event.poll_deadline is not None:
-            self._listens(waiter, event, now)
+            self._set_poll(waiter, event, now)
         reasons = allocator.impossible(requirements)
         if reasons:
             self._end_request(waiter, RequestState.REJECTED, now, reasons)
             return
         request_class = queue.request_class(requirements)
         if request_class is None:
-            request_class = RequestClass(requirements, is_plain=allocator.is_plain(requirements))
+            request_class = RequestClass(requirements, is_any_gpu=allocator.is_any_gpu(requirements))
             request_class.tried = meets_nobody
             self.has_new_class = not meets_nobody
         queue.enqueue(waiter, request_class)
         self.requests[request.request_id] = waiter
         self.set_waiter_timer(waiter)
 
-    def _asked_again(self, known: Waiter | Lease | Outcome, event: Requested, now: float) -> None:
+    def _polled_again(self, known: Waiter | Lease | Outcome, event: Requested, now: float) -> None:
         if isinstance(known, Waiter):
             # Asked here for the first time, perhaps: whoever took it in may have known of other GPUs.
             known.is_replicated = False
             if reasons := self.allocator.impossible(known.request.requirements):
                 self._end_request(known, RequestState.REJECTED, now, reasons)
                 return
-            self._listens(known, event, now)
+            self._set_poll(known, event, now)
             self.set_waiter_timer(known)
             self.requests[known.request.request_id] = known
         elif isinstance(known, Outcome):
@@ -293,7 +313,7 @@ class Pool:
             reasons = (known.quarantine.reason,)
             self._effects.append(Ended(known.request.request_id, GRANTED, reasons))
 
-    def _listens(self, waiter: Waiter, event: Requested, now: float) -> None:
+    def _set_poll(self, waiter: Waiter, event: Requested, now: float) -> None:
         waiter.deadline = event.deadline
         waiter.poll_deadline = waiter.gives_up_at = None
         if event.poll_deadline is not None:
@@ -431,7 +451,7 @@ class Pool:
             self.set_waiter_timer(waiter)
             self.requests[waiter.request.request_id] = waiter
 
-    def _stopped_listening(self, event: PollAbandoned, now: float) -> None:
+    def _poll_abandoned(self, event: PollAbandoned, now: float) -> None:
         known = self.requests.get(event.request_id)
         if known is None or isinstance(known, Outcome) or not event.poll_id or known.poll_id != event.poll_id:
             return
@@ -538,7 +558,7 @@ class Pool:
         Cancelled: (legality.check_cancelled, _cancelled),
         Released: (legality.check_released, _released),
         Renewed: (legality.check_renewed, _renewed),
-        PollAbandoned: (None, _stopped_listening),
+        PollAbandoned: (None, _poll_abandoned),
         Resumed: (None, _resumed),
         HolderGone: (None, _holder_gone),
         QuarantineEnded: (legality.check_quarantine_ended, _quarantine_ended),

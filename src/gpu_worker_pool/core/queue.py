@@ -55,12 +55,12 @@ class Waiter:
 class RequestClass:
     """Waiters with equal wishes. If its head cannot be served, none of them can."""
 
-    __slots__ = ("is_plain", "requirements", "tried", "waiters")
+    __slots__ = ("is_any_gpu", "requirements", "tried", "waiters")
 
-    def __init__(self, requirements: Requirements, *, is_plain: bool) -> None:
+    def __init__(self, requirements: Requirements, *, is_any_gpu: bool) -> None:
         self.requirements = requirements
         #: Whether the index of free GPUs answers for it.
-        self.is_plain = is_plain
+        self.is_any_gpu = is_any_gpu
         # Not a dict: taking the first entry off a dict over and over walks along all that were taken before.
         self.waiters: OrderedDict[str, Waiter] = OrderedDict()
         #: Whether no GPU could serve it, as they last were; then only GPUs that changed since are worth a look.
@@ -84,7 +84,7 @@ class WorkerQueue:
     def enqueue(self, waiter: Waiter, request_class: RequestClass | None = None) -> None:
         """Add it at the end of its class; `request_class` is that class, or a new one if there is none yet."""
         requirements = waiter.request.requirements
-        request_class = request_class or self._classes.get(requirements) or RequestClass(requirements, is_plain=False)
+        request_class = request_class or self._classes.get(requirements) or RequestClass(requirements, is_any_gpu=False)
         if not request_class.waiters:
             self._classes[requirements] = request_class
         request_class.waiters[waiter.request.request_id] = waiter

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar, dataclass_transform
 
 T = TypeVar("T")
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=False)
+@dataclass_transform(frozen_default=True, kw_only_default=False, field_specifiers=(field,))
 def record(cls: type[T]) -> type[T]:
     """A dataclass that nobody may change after it is built.
 

@@ -1,10 +1,11 @@
-"""Taking over what was decided elsewhere: what was saved before a restart, or what another process has committed.
+"""Takes over what was decided elsewhere: saved before a restart, or committed by another process.
 
-Nothing is decided here. Whoever adopts lets an event follow, and that serves whom the news may serve.
+Part of `Pool`, called by `Pool.replicate` only. Nothing is decided here: the next event serves those it may serve.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.assignments import Lease
@@ -12,44 +13,65 @@ from gpu_worker_pool.core.queue import RequestClass, Waiter
 from gpu_worker_pool.core.record import record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from gpu_worker_pool.core.gpus import GPUResourceState
+    from gpu_worker_pool.core.moves import LeaseState, RequestState
     from gpu_worker_pool.core.pool import Pool
     from gpu_worker_pool.core.remembered import Outcome
 
 
 @record
 class GPUHistory:
-    """What the ledger knows of a GPU beside the leases on it; its readings are nobody's to pass on."""
+    """What the ledger knows of a GPU beside the leases on it; readings are not passed on."""
 
     gpu_id: str
     endpoint_id: str
     last_fence: int
     freed_at: float
     read_after: float
+    is_gone: bool = False
 
 
-def replicate(pool: Pool, news: Iterable[Waiter | Lease | Outcome], histories: Iterable[GPUHistory] = ()) -> None:
-    """Each replaces what the pool knows of its request. Waiters that are new to it must come in order of arrival."""
+@record
+class Counters:
+    """What a pool counts over its whole life."""
+
+    fence: int
+    ticket: int
+    now: float
+    tally: Mapping[RequestState | LeaseState, int]
+
+
+def replicate(
+    pool: Pool,
+    news: Iterable[Waiter | Lease | Outcome],
+    histories: Iterable[GPUHistory],
+    counters: Counters | None,
+) -> None:
     histories = list(histories)
+    if counters is not None:
+        pool.fence, pool.ticket, pool.now = counters.fence, counters.ticket, max(pool.now, counters.now)
+        pool.tally.update({state: counters.tally.get(state, 0) for state in pool.tally})
     touched = {history.gpu_id: pool.allocator.gpu(history.gpu_id, history.endpoint_id) for history in histories}
     for known in news:
         touched.update(_replicate(pool, known))
     for history in histories:
         gpu = touched[history.gpu_id]
         gpu.last_fence, gpu.read_after = history.last_fence, history.read_after
+        gpu.is_gone = gpu.is_gone or history.is_gone
         if history.freed_at > gpu.freed_at:
             gpu.freed_at, gpu.readings_wanted = history.freed_at, 0
             if not any(lease.is_live and lease.granted_at >= gpu.freed_at for lease in gpu.leases.values()):
-                pool.allocator.freed[gpu.gpu_id] = gpu  # its reading may be this process's to take
+                pool.allocator.freed[gpu.gpu_id] = gpu  # this process may have to read it
             if gpu.reading is not None and gpu.endpoint.begun_at > gpu.freed_at:
-                gpu.as_held = gpu.held_as_read(gpu.reading)  # it was read here since
+                gpu.baseline = gpu.baseline_of(gpu.reading)  # it was read here since
     pool.allocator.reindex(touched.values())
     for request_class in pool.queue.request_classes():
         request_class.tried = False
-    pool.improved.update(pool.allocator.gpus)
-    pool.has_new_class = bool(pool.queue)
+    if pool.allocator.read_at > -math.inf:  # without a reading no waiter can be served
+        pool.improved.update(pool.allocator.gpus)
+        pool.has_new_class = bool(pool.queue)
 
 
 def _replicate(pool: Pool, known: Waiter | Lease | Outcome) -> dict[str, GPUResourceState]:
@@ -71,7 +93,7 @@ def _replicate(pool: Pool, known: Waiter | Lease | Outcome) -> dict[str, GPUReso
         for held in before.held:
             gpu = touched[held.gpu_id] = pool.allocator.gpus[held.gpu_id]
             if has_ended and not gpu.leases:
-                gpu.as_held = held  # the last reading shows the load of the one who had it
+                gpu.baseline = held  # the last reading shows the holder's load
     if isinstance(known, Waiter):
         _enqueue(pool, known)
     elif isinstance(known, Lease):
@@ -93,7 +115,7 @@ def _replicate(pool: Pool, known: Waiter | Lease | Outcome) -> dict[str, GPUReso
 def _enqueue(pool: Pool, waiter: Waiter) -> None:
     requirements = waiter.request.requirements
     request_class = pool.queue.request_class(requirements) or RequestClass(
-        requirements, is_plain=pool.allocator.is_plain(requirements)
+        requirements, is_any_gpu=pool.allocator.is_any_gpu(requirements)
     )
     waiter.is_replicated = True
     pool.queue.enqueue(waiter, request_class)
@@ -103,7 +125,7 @@ def _enqueue(pool: Pool, waiter: Waiter) -> None:
 
 
 def _update(pool: Pool, waiter: Waiter, known: Waiter) -> None:
-    """Its place in line is its own object's, so that one stays."""
+    """The queue refers to `waiter`, so that object stays."""
     waiter.deadline, waiter.poll_deadline, waiter.gives_up_at = known.deadline, known.poll_deadline, known.gives_up_at
     waiter.may_reserve, waiter.reserved_at, waiter.poll_id = known.may_reserve, known.reserved_at, known.poll_id
     if waiter.reserved != known.reserved:

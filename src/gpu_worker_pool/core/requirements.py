@@ -136,3 +136,40 @@ def _is_number(value: object) -> bool:
 
 #: Nothing special: what `request_gpu()` asks for, and the one kind of request that has an index of its own.
 ANY_GPU = Requirements()
+
+
+def make_requirements(
+    count: int = 1,
+    memory_mb: float | None = None,
+    share: bool = False,  # the order of the public signatures
+    min_free_memory_mb: float | None = None,
+    gpu_model: str | None = None,
+    only: Iterable[int | str] | None = None,
+    exclude: Iterable[int | str] | None = None,
+    priority: int = 0,
+    policy: Policy = "thresholds",
+) -> Requirements:
+    """What the arguments of `request_gpu` ask for: for most, `ANY_GPU` itself, which needs no checking."""
+    if (
+        count == 1
+        and memory_mb is None
+        and share is False
+        and min_free_memory_mb is None
+        and gpu_model is None
+        and only is None
+        and exclude is None
+        and priority == 0
+        and policy == "thresholds"
+    ):
+        return ANY_GPU
+    return Requirements(
+        count=count,
+        memory_mb=memory_mb,
+        share=share,
+        min_free_memory_mb=min_free_memory_mb,
+        gpu_model=gpu_model,
+        only=None if only is None else as_names("only", only),
+        exclude=() if exclude is None else as_names("exclude", exclude),
+        priority=priority,
+        policy=policy,
+    )

@@ -13,7 +13,7 @@ from gpu_worker_pool.core.moves import LeaseState, RequestState
 from gpu_worker_pool.core.pool import Pool
 from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.remembered import Outcome
-from gpu_worker_pool.core.replication import GPUHistory, replicate
+from gpu_worker_pool.core.replication import Counters, GPUHistory
 from gpu_worker_pool.core.requirements import ANY_GPU, Requirements
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def save(pool: Pool) -> dict[str, Any]:
     """JSON can carry all of it."""
     return {
         "format": FORMAT,
-        "now": plain(pool.now),
+        "now": to_json(pool.now),
         "fence": pool.fence,
         "ticket": pool.ticket,
         "requests_ended": {state.value: pool.tally[state] for state in RequestState if pool.tally[state]},
@@ -67,21 +67,21 @@ def save(pool: Pool) -> dict[str, Any]:
             {
                 "gpu_id": gpu.gpu_id,
                 "endpoint_id": gpu.endpoint.endpoint_id,
-                "freed_at": plain(gpu.freed_at),
-                "read_after": plain(gpu.read_after),
+                "freed_at": to_json(gpu.freed_at),
+                "read_after": to_json(gpu.read_after),
                 "last_fence": gpu.last_fence,
                 "is_gone": gpu.is_gone,
             }
             for gpu in pool.allocator.gpus.values()
         ],
-        "leases": [plain(lease) for lease in sorted(pool.leases, key=lambda lease: lease.fence)],
-        "waiters": [plain(waiter) for waiter in pool.queue.in_order()],
-        "outcomes": [plain(outcome) for outcome in pool.outcomes],
+        "leases": [to_json(lease) for lease in sorted(pool.leases, key=lambda lease: lease.fence)],
+        "waiters": [to_json(waiter) for waiter in pool.queue.in_order()],
+        "outcomes": [to_json(outcome) for outcome in pool.outcomes],
     }
 
 
 def restore(
-    saved: dict[str, Any], settings: PoolSettings | None = None, *, clock_began_anew_at: float | None = None
+    saved: dict[str, Any], settings: PoolSettings | None = None, *, clock_restarted_at: float | None = None
 ) -> Pool:
     """The pool that was saved, without its readings; `Resumed` tells it how long nobody served it.
 
@@ -89,18 +89,14 @@ def restore(
     """
     if saved.get("format") != FORMAT:
         raise ValueError(f"saved by another version: format {saved.get('format')!r}, not {FORMAT}")
-    if clock_began_anew_at is not None:
+    if clock_restarted_at is not None:
         then = saved["now"]
-        saved = moved(saved, 0.0 if then is None else clock_began_anew_at - then)
+        saved = shifted(saved, 0.0 if then is None else clock_restarted_at - then)
     pool = Pool(settings)
-    pool.now = moment_of(saved["now"])
-    pool.fence = saved["fence"]
-    pool.ticket = saved["ticket"]
-    pool.tally.update({RequestState(state): count for state, count in saved["requests_ended"].items()})
-    pool.tally.update({LeaseState(state): count for state, count in saved["leases_ended"].items()})
-    is_same_boot = clock_began_anew_at is None
-    replicate(
-        pool,
+    is_same_boot = clock_restarted_at is None
+    ended = saved["requests_ended"] | saved["leases_ended"]
+    tally = {state: ended.get(state.value, 0) for state in pool.tally}
+    pool.replicate(
         [
             *(lease_of(row, are_processes_known=is_same_boot) for row in saved["leases"]),
             *map(waiter_of, saved["waiters"]),
@@ -113,19 +109,16 @@ def restore(
                 row["last_fence"],
                 moment_of(row["freed_at"]),
                 moment_of(row["read_after"]),
+                row["is_gone"],
             )
             for row in saved["gpus"]
         ],
+        Counters(saved["fence"], saved["ticket"], moment_of(saved["now"]), tally),
     )
-    # Without a reading nobody can be served.
-    pool.improved.clear()
-    pool.has_new_class = False
-    for row in saved["gpus"]:
-        pool.allocator.gpus[row["gpu_id"]].is_gone = row["is_gone"]
     return pool
 
 
-def plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """A waiter, a lease, an outcome, or anything in one, as JSON can carry it."""
     kind = type(value)
     if kind in _AS_THEY_ARE:
@@ -137,10 +130,10 @@ def plain(value: Any) -> Any:
     if value is ANY_GPU:
         return {}  # what most ask for
     if kind is tuple:
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     if kind is frozenset:
         return [list(identity) for identity in sorted(value, key=lambda identity: (identity[0], identity[1] or 0.0))]
-    return {stored: plain(getattr(value, name)) for name, stored in _stored_fields(kind)}
+    return {stored: to_json(getattr(value, name)) for name, stored in _stored_fields(kind)}
 
 
 def _stored_fields(kind: type[Any]) -> tuple[tuple[str, str], ...]:
@@ -157,14 +150,14 @@ def _fields_of(row: dict[str, Any]) -> dict[str, Any]:
     return {_FIELD_NAMES.get(stored, stored): value for stored, value in row.items()}
 
 
-def moved(value: Any, seconds: float) -> Any:
+def shifted(value: Any, seconds: float) -> Any:
     """Every moment in it so much later."""
     if isinstance(value, dict):
         return {
-            name: item + seconds if name in MOMENTS and item is not None else moved(item, seconds)
+            name: item + seconds if name in MOMENTS and item is not None else shifted(item, seconds)
             for name, item in value.items()
         }
-    return [moved(item, seconds) for item in value] if isinstance(value, list) else value
+    return [shifted(item, seconds) for item in value] if isinstance(value, list) else value
 
 
 def moment_of(value: float | None) -> float:

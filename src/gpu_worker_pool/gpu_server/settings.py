@@ -6,14 +6,14 @@ A bad value is logged and its default used: a typo in a profile should not keep 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Self
 
 from dotenv import dotenv_values
 
+from gpu_worker_pool.environment import Environment, number, one_of, parse_bool, plain_text, printable, refused
 from gpu_worker_pool.gpu_server.peer_list import read_peers
 from gpu_worker_pool.hardware.readers.choose import check_backend
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from gpu_worker_pool.config import EndpointConfig
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-N = TypeVar("N", int, float)
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 DEFAULT_LOG_FORMAT: Final = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
@@ -47,8 +44,6 @@ OWN_PATHS: Final = (
     "/openapi.json",
     "/queue",
 )
-_TRUE: Final = frozenset({"true", "1", "yes", "on"})
-_FALSE: Final = frozenset({"false", "0", "no", "off"})
 #: Shorter ones can be guessed.
 SHORTEST_KEY: Final = 16
 _KEY: Final = re.compile(r"[!-~]+")
@@ -56,127 +51,67 @@ _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,253}|\[?[0-9A-Fa-f:.]+\]?")
 _PATH: Final = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
 
 
-def read_environment(complain: Callable[[str], object] | None = None) -> dict[str, str]:
-    """The process's variables, and below them what a `.env` file in the working directory sets."""
+def read_environment(complain: Callable[[str], object] = logger.error) -> dict[str, str]:
+    """The process's variables; a `.env` file in the working directory adds those that are not set."""
     try:
         from_file = {name: value for name, value in dotenv_values(".env").items() if value is not None}
     except (OSError, UnicodeDecodeError) as error:
-        (complain or _log_problem)(f".env cannot be read ({error}): doing without")
+        complain(f".env cannot be read ({error}): ignoring it")
         from_file = {}
     return from_file | dict(os.environ)
 
 
-# --- one variable: what is missing or empty has its default, and so has what cannot be understood ---
+# --- the documented helpers: a variable that is not set, or cannot be used, has its default ---
 
 
 def get_bool_env(key: str, default: bool, environ: Mapping[str, str] | None = None) -> bool:
     """`true`, `1`, `yes`, `on` and their opposites, in any case."""
-    return _get(key, default, environ, _parse_bool, _log_problem)
+    return _environment(environ).get(key, default, parse_bool)
 
 
 def get_float_env(key: str, default: float, environ: Mapping[str, str] | None = None) -> float:
-    return _get(key, default, environ, _parse_float, _log_problem)
+    return _environment(environ).get(key, default, number(float))
 
 
 def get_int_env(key: str, default: int, environ: Mapping[str, str] | None = None) -> int:
-    return _get(key, default, environ, _parse_int, _log_problem)
+    return _environment(environ).get(key, default, number(int))
 
 
-def _get(
-    key: str,
-    default: T,
-    environ: Mapping[str, str] | None,
-    parse: Callable[[str], T],
-    complain: Callable[[str], object],
-) -> T:
-    text = _printable((read_environment() if environ is None else environ).get(key, "").strip())
-    if not text:
-        return default
-    try:
-        return parse(text)
-    except ValueError as reason:
-        # The value may be anything, also a secret in the wrong place: cut it short, keep it on one line.
-        complain(f"{key}={text[:40]!r} cannot be used ({str(reason)[:200]}): using {default!r}")
-        return default
+def _environment(environ: Mapping[str, str] | None) -> Environment:
+    return Environment(read_environment() if environ is None else environ, logger.error)
 
 
-def _printable(text: str) -> str:
-    """What was no UTF-8 could be sent to nobody."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+# --- parsers of single settings ---
 
 
-def _log_problem(problem: str) -> None:
-    logger.error("%s", problem)
+def _parse_log_level(text: str, name: str) -> str:
+    return one_of(LOG_LEVELS, text.lower(), name)
 
 
-def _parse_bool(text: str) -> bool:
-    if text.lower() in _TRUE:
-        return True
-    if text.lower() in _FALSE:
-        return False
-    raise ValueError("expected true or false")
+def _parse_prefix(text: str, name: str) -> str:
+    return "" if text == "/" else _parse_path(text.rstrip("/"), name)
 
 
-def _parse_int(text: str) -> int:
-    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
-        raise ValueError("expected a whole number")
-    return int(text)
-
-
-def _parse_float(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise ValueError("expected a number") from None
-    if not math.isfinite(number):
-        raise ValueError("expected a finite number")
-    return number
-
-
-def _within(parse: Callable[[str], N], lowest: float, highest: float) -> Callable[[str], N]:
-    def checked(text: str) -> N:
-        number = parse(text)
-        if not lowest <= number <= highest:
-            raise ValueError(f"expected {lowest} to {highest}")
-        return number
-
-    return checked
-
-
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def checked(text: str) -> str:
-        if text.lower() not in choices:
-            raise ValueError(f"expected one of {', '.join(choices)}")
-        return text.lower()
-
-    return checked
-
-
-def _parse_prefix(text: str) -> str:
-    return "" if text == "/" else _parse_path(text.rstrip("/"))
-
-
-def _parse_path(text: str) -> str:
+def _parse_path(text: str, name: str) -> str:
     if not _PATH.fullmatch(text):
-        raise ValueError("expected a path such as /docs")
+        raise refused(name, "a path such as /docs", text)
     return text
 
 
-def _parse_log_format(text: str) -> str:
+def _parse_log_format(text: str, name: str) -> str:
     if text != "json":
         try:
             logging.Formatter(text).format(logging.LogRecord("name", logging.INFO, "path", 1, "message", (), None))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from None
+            raise refused(name, f"json or a format of Python's logging ({error!r:.100})", text) from None
     return text
 
 
-def _parse_hosts(text: str) -> tuple[str, ...]:
-    names = _words(text)
-    for name in names:
-        if not _HOST_NAME.fullmatch(name):
-            raise ValueError("expected names of this host without a port, such as gpu1.example.org")
-    return tuple(name.strip("[]") for name in names)
+def _parse_hosts(text: str, name: str) -> tuple[str, ...]:
+    hosts = _words(text)
+    if not all(map(_HOST_NAME.fullmatch, hosts)):
+        raise refused(name, "names of this host without a port, such as gpu1.example.org", text)
+    return tuple(host.strip("[]") for host in hosts)
 
 
 def _words(text: str) -> list[str]:
@@ -241,15 +176,13 @@ class ServerSettings:
 
     @classmethod
     def from_environment(
-        cls, environ: Mapping[str, str] | None = None, complain: Callable[[str], object] = _log_problem
+        cls, environ: Mapping[str, str] | None = None, complain: Callable[[str], object] = logger.error
     ) -> Self:
-        """`complain` is told of every value that cannot be used."""
+        """`complain` is called with a message for every value that cannot be used."""
         env = read_environment(complain) if environ is None else environ
 
-        def get(key: str, default: T, parse: Callable[[str], T]) -> T:
-            return _get(key, default, env, parse, complain)
-
-        workers = get("WORKERS", cls.workers, _within(_parse_int, 1, 1024))
+        get = Environment(env, complain).get
+        workers = get("WORKERS", cls.workers, number(int, 1, 1024))
         docs_url = get("DOCS_URL", cls.docs_url, _parse_path)
         redoc_url = get("REDOC_URL", cls.redoc_url, _parse_path)
         api_prefix = get("API_PREFIX", cls.api_prefix, _parse_prefix)
@@ -262,33 +195,31 @@ class ServerSettings:
             docs_url, redoc_url = cls.docs_url, cls.redoc_url
         visible = env.get("CUDA_VISIBLE_DEVICES")
         return cls(
-            host=get("HOST", cls.host, str),
-            port=get("PORT", cls.port, _within(_parse_int, 0, 65535)),
-            # uvicorn can do one of the two; whoever asks for workers does not develop.
-            reload=get("RELOAD", cls.reload, _parse_bool) and workers == 1,
-            log_level=get("LOG_LEVEL", cls.log_level, _one_of(*LOG_LEVELS)),
-            access_log=get("ACCESS_LOG", cls.access_log, _parse_bool),
+            host=get("HOST", cls.host, plain_text),
+            port=get("PORT", cls.port, number(int, 0, 65535)),
+            # uvicorn supports one of the two; a server with workers is not for development.
+            reload=get("RELOAD", cls.reload, parse_bool) and workers == 1,
+            log_level=get("LOG_LEVEL", cls.log_level, _parse_log_level),
+            access_log=get("ACCESS_LOG", cls.access_log, parse_bool),
             workers=workers,
-            title=get("TITLE", cls.title, str),
-            description=get("DESCRIPTION", cls.description, str),
-            version=get("VERSION", cls.version, str),
+            title=get("TITLE", cls.title, plain_text),
+            description=get("DESCRIPTION", cls.description, plain_text),
+            version=get("VERSION", cls.version, plain_text),
             docs_url=docs_url,
             redoc_url=redoc_url,
-            enable_cors=get("ENABLE_CORS", cls.enable_cors, _parse_bool),
+            enable_cors=get("ENABLE_CORS", cls.enable_cors, parse_bool),
             api_prefix=api_prefix,
-            refresh_interval=get("REFRESH_INTERVAL", cls.refresh_interval, _within(_parse_float, 0.05, 3600)),
-            max_history=get("MAX_HISTORY", cls.max_history, _within(_parse_int, 1, 10_000)),
+            refresh_interval=get("REFRESH_INTERVAL", cls.refresh_interval, number(float, 0.05, 3600)),
+            max_history=get("MAX_HISTORY", cls.max_history, number(int, 1, 10_000)),
             log_format=get("LOG_FORMAT", cls.log_format, _parse_log_format),
-            cuda_visible_devices=None if visible is None else _printable(visible),
-            gpu_pool_state_dir=get("GPU_POOL_STATE_DIR", cls.gpu_pool_state_dir, str),
+            cuda_visible_devices=None if visible is None else printable(visible),
+            gpu_pool_state_dir=get("GPU_POOL_STATE_DIR", cls.gpu_pool_state_dir, plain_text),
             gpu_backend=get("GPU_BACKEND", cls.gpu_backend, check_backend),
             gpu_pool_api_keys=_get_keys("GPU_POOL_API_KEYS", env, complain),
             gpu_pool_admin_keys=_get_keys("GPU_POOL_ADMIN_KEYS", env, complain),
-            gpu_pool_open_on_loopback=get("GPU_POOL_OPEN_ON_LOOPBACK", cls.gpu_pool_open_on_loopback, _parse_bool),
+            gpu_pool_open_on_loopback=get("GPU_POOL_OPEN_ON_LOOPBACK", cls.gpu_pool_open_on_loopback, parse_bool),
             gpu_pool_hosts=get("GPU_POOL_HOSTS", cls.gpu_pool_hosts, _parse_hosts),
-            gpu_pool_idle_after=get("GPU_POOL_IDLE_AFTER", cls.gpu_pool_idle_after, _within(_parse_float, 1, 1e9)),
-            gpu_pool_most_waiting=get(
-                "GPU_POOL_MOST_WAITING", cls.gpu_pool_most_waiting, _within(_parse_int, 1, 1_000_000)
-            ),
+            gpu_pool_idle_after=get("GPU_POOL_IDLE_AFTER", cls.gpu_pool_idle_after, number(float, 1, 1e9)),
+            gpu_pool_most_waiting=get("GPU_POOL_MOST_WAITING", cls.gpu_pool_most_waiting, number(int, 1, 1_000_000)),
             gpu_pool_peers=read_peers("GPU_POOL_PEERS", env.get("GPU_POOL_PEERS", ""), complain),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.requirements import Requirements
     from gpu_worker_pool.hardware.samples import GPUReading, MIGReading
     from gpu_worker_pool.hardware.visibility import VisibilityFilter
+
+logger = logging.getLogger(__name__)
 
 NO_UUID: Final = "does not tell its UUID, by which a promise would know it"
 
@@ -80,6 +83,10 @@ def within_visible(requirements: Requirements, gpus: Sequence[GPUReading], visib
     What is visible is named, and not what is hidden: a GPU that appears later may not be had either.
     """
     visibility = visible.apply(gpus)
+    if visibility.missing:
+        instead = "" if visibility.is_filtering else "; any GPU may be granted"
+        names = ", ".join(visibility.missing[:5])
+        logger.error("ignoring GPUs that CUDA_VISIBLE_DEVICES lists and this host does not have: %s%s", names, instead)
     if not visibility.is_filtering:
         return requirements
     shown, only = readings_of(visibility.gpus), requirements.only

@@ -6,9 +6,10 @@ import os
 import pwd
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.core.readings import ProcessReading
+from gpu_worker_pool.proc import ProcessStat, process_stat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,19 +23,23 @@ def describe_process(pid: int, *, name: str | None = None, memory_used_mb: float
     """`name` is what the driver calls it, and all that is known of a process that our /proc does not show."""
     if not _sees_the_hosts_pids():
         return ProcessReading(pid, name=name, memory_used_mb=memory_used_mb)
+    stat = process_stat(pid)
     try:
         user = _user_name(Path("/proc", str(pid)).stat().st_uid)
-        stat = _Stat.of(pid)
     except OSError:
+        stat, user = None, None
+    if stat is None:
         return ProcessReading(pid, name=name, memory_used_mb=memory_used_mb)
     return ProcessReading(
-        pid, started_at=stat.started_at, name=name or stat.command, user=user, memory_used_mb=memory_used_mb
+        pid, started_at=_started_at(stat), name=name or stat.command, user=user, memory_used_mb=memory_used_mb
     )
 
 
 def process_identity() -> dict[str, Any]:
     """What tells this process from every other one of the host, past and future, for others to read."""
-    return {"pid": os.getpid(), "started_at": _Stat.of(os.getpid()).started_at, "namespace": _pid_namespace()}
+    stat = process_stat(os.getpid())
+    started_at = None if stat is None else _started_at(stat)
+    return {"pid": os.getpid(), "started_at": started_at, "namespace": _pid_namespace()}
 
 
 def name_of_this_process() -> str:
@@ -60,14 +65,16 @@ def is_gone(name: str) -> bool:
         return True
     except OSError:
         pass
+    stat = process_stat(pid)
+    if stat is None:
+        return False  # hidden, or gone in this very moment: the next look tells
+    if str(_started_at(stat)) != started_at:
+        return True
     try:
-        stat = _Stat.of(pid)
-        if str(stat.started_at) != started_at:
-            return True
         # Ended, and its parent has not looked yet; unless it is only its first thread that has.
         return stat.state == "Z" and len(list(Path("/proc", number, "task").iterdir())) == 1
     except OSError:
-        return False  # hidden, or gone in this very moment: the next look tells
+        return False
 
 
 def is_stopped(identity: Mapping[str, Any]) -> bool:
@@ -75,27 +82,13 @@ def is_stopped(identity: Mapping[str, Any]) -> bool:
     pid = identity.get("pid")
     if type(pid) is not int or identity.get("namespace") != _pid_namespace():
         return False
-    try:
-        stat = _Stat.of(pid)
-    except OSError:
-        return False
-    return stat.started_at == identity.get("started_at") and stat.state in ("T", "t")
+    stat = process_stat(pid)
+    return stat is not None and _started_at(stat) == identity.get("started_at") and stat.state in ("T", "t")
 
 
-class _Stat(NamedTuple):
-    command: str
-    state: str
-    #: Seconds since the host booted.
-    started_at: float | None
-
-    @classmethod
-    def of(cls, pid: int) -> Self:
-        text = Path("/proc", str(pid), "stat").read_text(errors="replace")
-        # The command stands in brackets and may hold brackets and blanks of its own.
-        command, _, rest = text.partition("(")[2].rpartition(")")
-        fields = rest.split()
-        started_at = int(fields[19]) / _TICKS_PER_SECOND if len(fields) > 19 else None
-        return cls(command, fields[0] if fields else "", started_at)
+def _started_at(stat: ProcessStat) -> float:
+    """Seconds since the host booted."""
+    return stat.started_ticks / _TICKS_PER_SECOND
 
 
 @lru_cache(maxsize=1)

@@ -1,7 +1,6 @@
-"""One request at several places, with one outcome: the best is asked first, then the next, then all are waited at.
+"""One request at one or several endpoints, with one outcome: the first grant wins, and the others are withdrawn.
 
-In the client's event loop. The first grant wins; every other place is given up, and any second grant given back. GPUs
-that are assigned in process, where some servers give no leases, are one more place.
+The best endpoint is asked first, then the next, then all are waited for. Runs in the loop of a `LeaseEngine`.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import math
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpu_worker_pool.errors import (
     GPUWorkerPoolError,
@@ -21,293 +19,253 @@ from gpu_worker_pool.errors import (
     ServiceRefusedError,
     WorkerTimeoutError,
 )
-from gpu_worker_pool.leases.endpoint import Trouble
-from gpu_worker_pool.leases.endpoint_request import Failed
-from gpu_worker_pool.leases.values import HeldLease, StillWaiting
+from gpu_worker_pool.leases.endpoint_request import EndpointRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from gpu_worker_pool.leases.endpoint_request import Place
-    from gpu_worker_pool.models import GPUAssignment
+    from gpu_worker_pool.core.events import Request
+    from gpu_worker_pool.leases.endpoint import LeaseEndpoint
+    from gpu_worker_pool.leases.engine import LeaseEngine
+    from gpu_worker_pool.leases.lease import HeldLease
 
-#: An endpoint that is silent for so long does not keep the next one from being asked.
+#: An endpoint that is silent for this long does not keep the next one from being asked.
 HEDGE_SECONDS = 1.0
-#: Whoever waits for no time at all waits so long for what the endpoints say to that.
+#: How long a request that may not wait at all waits for the first answers.
 FIRST_ANSWER_SECONDS = 2.0
+#: The first polls wait for this long in all: enough to read a GPU again that was released a moment ago.
+FIRST_WAIT_SECONDS = 0.3
 
 
-@dataclass(eq=False)
-class Entry:
-    """A place, and what it has said."""
+class Candidate(NamedTuple):
+    """An endpoint to ask, and the request as it is sent there."""
 
-    name: str
-    begun_at: float
-    place: Place | None = None
-    #: Instead of a place: what is asked in process.
-    task: asyncio.Task[GPUAssignment] | None = None
-    has_answered: bool = False
-    waiting: StillWaiting | None = None
-    #: What went wrong last, if it is asked again.
-    trouble: GPUWorkerPoolError | None = None
-    #: Why it is not asked any more.
-    error: Exception | None = None
-    won: HeldLease | None = None
+    endpoint: LeaseEndpoint
+    request: Request
+    #: Readings show nothing free, so its first poll need not wait.
+    is_busy: bool = False
+    #: False: it is asked, but not waited for.
+    is_answering: bool = True
 
 
-class Race:
-    """`make_place` says how to ask an endpoint, or raises why that makes no sense; `ask_in_process` begins there, and
-    `release_in_process` gives back what was granted there in vain."""
+class Acquisition:
+    """Every method belongs to the engine's loop. `requests` and `was_blocked` may be read from any thread."""
 
     def __init__(
         self,
-        make_place: Callable[[str, Callable[[Place, object], object]], Place],
-        ask_in_process: Callable[[], asyncio.Task[GPUAssignment]],
-        release_in_process: Callable[[GPUAssignment], object],
+        engine: LeaseEngine,
+        first: Iterable[Candidate],
+        then: Iterable[Candidate] = (),
         *,
-        timeout_seconds: float,
-        is_answering: Callable[[str], bool] = lambda _: True,
-        on_blocked: Callable[[tuple[str, ...]], object] = lambda _: None,
+        timeout_seconds: float = math.inf,
+        first_answer_seconds: float = FIRST_ANSWER_SECONDS,
+        poll_seconds: float | None = None,
+        on_news: Callable[[EndpointRequest], object] = lambda _: None,
+        on_blocked: Callable[[], object] = lambda: None,
     ) -> None:
-        """`is_answering` says whether it is any use to wait for what an endpoint says; `on_blocked` is called when it
-        is clear that it takes longer.
+        """`first` are asked one after the other, then `then` all at once.
+
+        `poll_seconds`: see `EndpointRequest`. `on_news` is called with whatever an endpoint answers; `on_blocked` once,
+        when no endpoint can grant it at once.
         """
-        self._loop = asyncio.get_running_loop()
-        self._make_place = make_place
-        self._ask_in_process = ask_in_process
-        self._release_in_process = release_in_process
-        self._is_answering = is_answering
+        self._engine = engine
+        self._first = deque(first)
+        self._then = list(then)
+        self._first_wait_seconds = FIRST_WAIT_SECONDS / max(len(self._first) + len(self._then), 1)
+        self._poll_seconds = poll_seconds
+        self._on_news = on_news
         self._on_blocked = on_blocked
-        self.was_blocked = False
         self.begun_at = time.monotonic()
         self._deadline = self.begun_at + timeout_seconds
-        #: Whom to ask one after the other, and whom after that, all at once; None stands for this process.
-        self._first: deque[str | None] = deque()
-        self._then: list[str | None] = []
-        self.entries: dict[str | None, Entry] = {}
-        self._last: Entry | None = None
+        self._first_answers_until = self.begun_at + first_answer_seconds
+        #: By endpoint id.
+        self.requests: dict[str, EndpointRequest] = {}
+        #: By endpoint id, why some cannot be used at all.
+        self.refused: dict[str, GPUWorkerPoolError] = {}
+        self.was_blocked = False
         self._news = asyncio.Event()
         self._is_stopped = False
-        self._thread_: Entry | None = None
+        #: The one endpoint that may reserve GPUs for it.
+        self._reserving: EndpointRequest | None = None
+        self._won: EndpointRequest | None = None
 
-    # --- who takes part ---
+    # --- endpoints that come and go ---
 
-    def line_up(self, first: Iterable[str | None], then: Iterable[str | None]) -> None:
-        self._first.extend(first)
-        self._then.extend(then)
-
-    def join(self, name: str | None) -> None:
-        """One more, while it runs."""
-        if name not in self.entries and name not in self._first and name not in self._then:
-            self._then.append(name)
+    def join(self, candidate: Candidate) -> None:
+        name = candidate.endpoint.endpoint_id
+        if name not in self.requests and all(each.endpoint is not candidate.endpoint for each in self._candidates):
+            self.refused.pop(name, None)
+            self._then.append(candidate)
             self._news.set()
 
-    def leave(self, name: str | None) -> None:
-        for waiting in (self._first, self._then):
-            with suppress(ValueError):
-                waiting.remove(name)
-        entry = self.entries.pop(name, None)
-        if entry is not None:
-            self._withdraw(entry)
+    def leave(self, endpoint_id: str) -> None:
+        self._first = deque(each for each in self._first if each.endpoint.endpoint_id != endpoint_id)
+        self._then = [each for each in self._then if each.endpoint.endpoint_id != endpoint_id]
+        self.refused.pop(endpoint_id, None)
+        request = self.requests.pop(endpoint_id, None)
+        if request is not None:
+            request.withdraw()
         self._news.set()
 
-    def refuse(self, name: str, error: GPUWorkerPoolError) -> None:
-        """An endpoint that cannot take part, and why."""
-        self.leave(name)
-        self.entries[name] = Entry(name, time.monotonic(), has_answered=True, error=error)
+    def refuse(self, endpoint_id: str, error: GPUWorkerPoolError) -> None:
+        """An endpoint cannot take part."""
+        self.leave(endpoint_id)
+        self.refused[endpoint_id] = error
 
     def stop(self) -> None:
-        """At once: whoever gives places up is stopped next."""
         self._is_stopped = True
-        for entry in self.entries.values():
-            self._withdraw(entry)
+        for request in self.requests.values():
+            request.withdraw()
         self._news.set()
+
+    def withdraw(self) -> None:
+        """Its caller has gone: end it, and give back what it was granted."""
+        self.stop()
 
     @property
-    def is_in_process(self) -> bool:
-        """Whether it waits in the queue of this process, too."""
-        entry = self.entries.get(None)
-        return entry is not None and entry.has_answered and entry.task is not None and not entry.task.done()
+    def _candidates(self) -> list[Candidate]:
+        return [*self._first, *self._then]
 
-    # --- the race ---
+    # --- the outcome ---
 
-    async def run(self) -> Entry:
-        """The place that was granted it; a `TimeoutError` without a text where the caller knows better what to say."""
-        won: Entry | None = None
+    async def run(self) -> HeldLease:
+        """A plain `TimeoutError` when the time is over: the caller knows better how to explain that."""
         try:
-            while True:
-                if self._is_stopped:
-                    raise PoolStoppedError
-                won = self._winner()
-                if won is not None:
-                    return won
-                wake_at = self._move()
-                self._keep_in_one_place()
-                self._give_up_if_hopeless()
-                self._say_if_blocked()
-                if self._news.is_set() or wake_at <= time.monotonic():
-                    self._news.clear()
-                    await asyncio.sleep(0)
-                    continue
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(None if wake_at == math.inf else wake_at - time.monotonic()):
-                        await self._news.wait()
-                self._news.clear()
+            # First come, first served, also across endpoints: a later request is sent nowhere before this one has been
+            # sent everywhere or granted.
+            async with self._engine.turn:
+                while self._first and not self._is_decided() and time.monotonic() < self._deadline:
+                    await self._until_answered(self._begin(self._first.popleft()))
+                self._begin_the_rest()
+            while not self._is_decided():
+                self._begin_the_rest()
+                self._reserve_at_one_endpoint()
+                self._raise_if_hopeless()
+                self._report_if_blocked()
+                await self._news_until(self._raise_if_out_of_time())
+            if self._is_stopped or self._won is None or self._won.lease is None:
+                raise PoolStoppedError
+            return self._won.lease
         finally:
-            for entry in self.entries.values():
-                if entry is not won:
-                    self._withdraw(entry)
+            for request in self.requests.values():
+                if request is not self._won:
+                    request.withdraw()
 
-    def _withdraw(self, entry: Entry) -> None:
-        if entry.place is not None:
-            entry.place.withdraw()
-        task = entry.task
-        if task is not None and not task.cancel() and not task.cancelled() and task.exception() is None:
-            self._release_in_process(task.result())  # granted in the same moment as another one
+    async def _until_answered(self, request: EndpointRequest) -> None:
+        silent_at = time.monotonic() + HEDGE_SECONDS
+        while not (self._has_answered(request) or self._is_decided()):
+            if not await self._news_until(min(silent_at, self._deadline)):
+                request.endpoint.is_silent = time.monotonic() >= silent_at
+                return
 
-    def _move(self) -> float:
-        """Begin what there is to begin; when to look again, if there is no news. Raises when the time is over."""
-        now = time.monotonic()
-        while (self._first or self._then) and now < self._deadline:
-            last = self._last
-            if last is not None and not last.has_answered and now < last.begun_at + HEDGE_SECONDS:
-                return min(last.begun_at + HEDGE_SECONDS, self._deadline)
-            if not self._first:
-                break
-            self._last = self._begin(self._first.popleft(), now)
-        for name in [*self._first, *self._then]:
-            self._begin(name, now)
+    def _is_decided(self) -> bool:
+        if self._won is None:
+            self._won = next((each for each in self.requests.values() if each.lease is not None), None)
+        return self._is_stopped or self._won is not None
+
+    async def _news_until(self, wake_at: float) -> bool:
+        """Whether there was news before that."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if wake_at == math.inf else max(wake_at - time.monotonic(), 0.0)):
+                await self._news.wait()
+        is_news = self._news.is_set()
+        self._news.clear()
+        return is_news
+
+    def _begin_the_rest(self) -> None:
+        candidates = self._candidates
         self._first.clear()
         self._then.clear()
+        for candidate in candidates:
+            if not self._is_decided():
+                self._begin(candidate)
+
+    def _begin(self, candidate: Candidate) -> EndpointRequest:
+        begun = EndpointRequest(
+            self._engine,
+            candidate.endpoint,
+            candidate.request,
+            self._hear,
+            first_wait_seconds=0.0 if candidate.is_busy else self._first_wait_seconds,
+            poll_seconds=self._poll_seconds,
+        )
+        begun.has_answered = not candidate.is_answering
+        self.requests[begun.name] = begun
+        if self._reserving is None:
+            self._reserving, begun.may_reserve = begun, True
+        return begun
+
+    def _hear(self, request: EndpointRequest) -> None:
+        if self.requests.get(request.name) is request:
+            self._on_news(request)
+            self._news.set()
+
+    def _has_answered(self, request: EndpointRequest) -> bool:
+        return request.has_answered or request.endpoint.is_failing or request.endpoint.is_silent
+
+    def _reserve_at_one_endpoint(self) -> None:
+        """Rule 4: one endpoint at a time may reserve GPUs for it; another one when that fails."""
+        reserving = self._reserving
+        if (
+            reserving is not None
+            and reserving in self.requests.values()
+            and reserving.error is None
+            and reserving.trouble is None
+        ):
+            return
+        able = (each for each in self.requests.values() if each.waiting is not None and each.trouble is None)
+        other = next((each for each in able if each.error is None), None)
+        if other is None:
+            return
+        if reserving is not None:
+            reserving.may_reserve = False
+        self._reserving, other.may_reserve = other, True
+
+    def _raise_if_out_of_time(self) -> float:
+        """When to look again."""
+        now = time.monotonic()
         if now < self._deadline:
             return self._deadline
-        if self.entries.keys() == {None}:
-            return math.inf  # who waits in process only is told there, in time
-        patience_until = max(self._deadline, self.begun_at + FIRST_ANSWER_SECONDS)
-        if now >= patience_until or all(entry.has_answered for entry in self.entries.values()):
+        until = max(self._deadline, self._first_answers_until)
+        if now >= until or all(self._has_answered(each) for each in self.requests.values()):
             raise TimeoutError
-        return patience_until
+        return until
 
-    def _begin(self, name: str | None, now: float) -> Entry:
-        if name is None:
-            entry = Entry("this process", now, task=self._ask_in_process())
-            assert entry.task is not None
-            entry.task.add_done_callback(lambda _: self._news.set())
-            # After its first step, which is all it needs to take what is free.
-            self._loop.call_soon(self._answered_in_process, entry)
-        else:
-            entry = Entry(name, now, has_answered=not self._is_answering(name))
-            try:
-                entry.place = self._make_place(name, self._tell)
-            except GPUWorkerPoolError as error:
-                entry.error, entry.has_answered = error, True
-            else:
-                if self._thread_ is None:
-                    self._thread_, entry.place.may_reserve = entry, True
-                entry.place.begin()
-        self.entries[name] = entry
-        return entry
-
-    def _answered_in_process(self, entry: Entry) -> None:
-        entry.has_answered = True
-        self._news.set()
-
-    def _winner(self) -> Entry | None:
-        for entry in self.entries.values():
-            if entry.won is not None:
-                return entry
-            task = entry.task
-            if task is not None and task.done() and entry.error is None:
-                entry.has_answered = True
-                if task.cancelled():
-                    entry.error = PoolStoppedError()
-                elif (error := task.exception()) is None:
-                    return entry
-                elif isinstance(error, Exception):
-                    entry.error = error
-                else:
-                    raise error
-        return None
-
-    def _keep_in_one_place(self) -> None:
-        """Rule 4: only one endpoint at a time may keep GPUs free for it; another one, when that one fails."""
-        thread = self._thread_
-        if thread is not None and thread.error is None and thread.trouble is None and thread in self.entries.values():
+    def _raise_if_hopeless(self) -> None:
+        """Every endpoint refused it for good."""
+        if not (self.requests or self.refused) or any(each.error is None for each in self.requests.values()):
             return
-        able = (entry for entry in self.entries.values() if entry.waiting is not None and entry.trouble is None)
-        other = next((entry for entry in able if entry.error is None), None)
-        if other is None or other.place is None:
-            return
-        if thread is not None and thread.place is not None:
-            thread.place.may_reserve = False
-        self._thread_, other.place.may_reserve = other, True
-
-    def _give_up_if_hopeless(self) -> None:
-        if self._first or self._then or not self.entries:
-            return
-        entries = list(self.entries.values())
-        if any(isinstance(entry.error, PoolStoppedError) for entry in entries):
+        errors: list[tuple[str, Exception]] = [*self.refused.items()]
+        for name, request in self.requests.items():
+            assert request.error is not None  # as looked at above
+            errors.append((name, request.error))
+            request.error = None  # the traceback would make a cycle
+        if any(isinstance(error, PoolStoppedError) for _, error in errors):
             raise PoolStoppedError
-        if not all(entry.error is not None for entry in entries):
-            return
-        if len(entries) == 1:
-            raise _taken_from(entries[0])
-        if all(isinstance(entry.error, WorkerTimeoutError) for entry in entries):
+        if len(errors) == 1:
+            raise errors[0][1]
+        if all(isinstance(error, WorkerTimeoutError) for _, error in errors):
             raise TimeoutError
-        raise _all_of(entries)
+        raise _all_of(errors)
 
-    def _say_if_blocked(self) -> None:
-        is_first_asked = not self._first and all(entry.has_answered for entry in self.entries.values())
-        if is_first_asked and not self.was_blocked:
+    def _report_if_blocked(self) -> None:
+        if not self.was_blocked and all(self._has_answered(each) for each in self.requests.values()):
             self.was_blocked = True
-            told = (entry.waiting for entry in self.entries.values() if entry.waiting is not None)
-            self._on_blocked(tuple(reason for waiting in told for reason in waiting.reasons[1:]))
-
-    # --- what places tell ---
-
-    def _tell(self, place: Place, news: object) -> None:
-        """In the keeper's thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._hear, place, news)
-        except RuntimeError:  # the loop is closed, and nobody left who could have it
-            place.withdraw()
-
-    def _hear(self, place: Place, news: object) -> None:
-        entry = next((entry for entry in self.entries.values() if entry.place is place), None)
-        if entry is None:
-            return
-        entry.has_answered = True
-        match news:
-            case HeldLease():
-                entry.won = news
-            case StillWaiting():
-                entry.waiting, entry.trouble = news, None
-            case Trouble():
-                entry.trouble = news.error
-            case Failed():
-                entry.error = news.error
-        self._news.set()
+            self._on_blocked()
 
 
-def _taken_from(entry: Entry) -> Exception:
-    """An error knows the frames it came through; what they know must not know it, or nobody forgets either."""
-    error, entry.error = entry.error, None
-    assert error is not None  # whoever calls this has looked
-    return error
-
-
-def _all_of(entries: Iterable[Entry]) -> GPUWorkerPoolError:
-    """Nobody is left to be asked: everything they said."""
-    told = [(entry.name, entry.error) for entry in entries if entry.error is not None]
-    if all(isinstance(error, ImpossibleRequestError) for _, error in told):
+def _all_of(errors: Iterable[tuple[str, Exception]]) -> GPUWorkerPoolError:
+    """One error that says what each endpoint said."""
+    said = list(errors)
+    if all(isinstance(error, ImpossibleRequestError) for _, error in said):
         reasons = [
             reason if reason.startswith(f"{name}: ") else f"{name}: {reason}"
-            for name, error in told
+            for name, error in said
             if isinstance(error, ImpossibleRequestError)
             for reason in error.reasons or (str(error),)
         ]
         return ImpossibleRequestError(reasons=tuple(reasons))
-    refusals = [error for _, error in told if isinstance(error, ServiceRefusedError)]
+    statuses = [error.status for _, error in said if isinstance(error, ServiceRefusedError)]
     return ServiceRefusedError(
-        "; ".join(f"{name}: {error}" for name, error in told), status=refusals[0].status if refusals else None
+        "; ".join(f"{name}: {error}" for name, error in said), status=statuses[0] if statuses else None
     )

@@ -1,6 +1,6 @@
-"""One endpoint that gives leases: what all who wait there have to do with each other.
+"""One endpoint that gives leases, as all requests of this program share it: order, connections, and failures.
 
-In the thread of the `LeaseThread`. While it fails one of them asks, and the others wait for what that one finds.
+While it fails, one request probes it, and the others wait for the result.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import logging
 import random
 import resource
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.breaker import Breaker
@@ -19,31 +18,23 @@ from gpu_worker_pool.errors import GPUWorkerPoolError, RetryableError, ServiceRe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpu_worker_pool.client.lease_thread import LeaseThread
-    from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, LeaseService, StillWaiting
+    from gpu_worker_pool.core.events import Request
+    from gpu_worker_pool.leases.lease import HeldLease
+    from gpu_worker_pool.leases.service import LeaseService, StillWaiting
 
 logger = logging.getLogger(__name__)
 
-#: So many of a client's requests are told at once when one endpoint grants them, and so many at all endpoints together:
-#: each has an open connection, of which a process may not have very many. Further ones keep their places by asking.
+#: Most long polls at one endpoint, and at all together: each has an open connection. Further requests keep their
+#: places by short polls.
 MOST_POLLS = 256
 MOST_POLLS_IN_ALL = 1024
-#: So many ask an endpoint for the first time at once.
-MOST_FIRST_ASKS = 64
-#: An endpoint that does not answer is asked again after so long, doubled each time, by one place at a time: after a
-#: short trouble sooner than the places of those whose connections broke are given up.
+#: The pause before an endpoint that does not answer is probed again, doubled each time. After a short outage that is
+#: sooner than the server drops the waiters whose connections broke.
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """It was asked in vain, and is asked again."""
-
-    error: GPUWorkerPoolError
-
-
 class Polls:
-    """How many connections wait for a grant. Belongs to one thread, as everything here."""
+    """How many more long polls may be open. Belongs to one thread, as everything here."""
 
     def __init__(self, most: int, within: Polls | None = None) -> None:
         self._left = most
@@ -51,7 +42,7 @@ class Polls:
 
     @classmethod
     def of_a_process(cls) -> Polls:
-        """A quarter of what it may open, at most."""
+        """At most a quarter of the files that it may open."""
         most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return cls(MOST_POLLS_IN_ALL if most_files < 0 else min(MOST_POLLS_IN_ALL, most_files // 4))
 
@@ -68,22 +59,20 @@ class Polls:
 
 
 class LeaseEndpoint:
-    """One service, and what all the places at it have to do with each other."""
-
-    def __init__(self, thread: LeaseThread, service: LeaseService, polls: Polls) -> None:
-        self.thread = thread
+    def __init__(self, service: LeaseService, polls: Polls) -> None:
         self.service = service
         self.endpoint_id = service.endpoint_id
         self.polls = Polls(MOST_POLLS, polls)
-        self.first_asks = asyncio.Semaphore(MOST_FIRST_ASKS)
+        #: First come, first served: the first poll of a request is sent when the one before has been answered.
+        self.first_polls = asyncio.Lock()
+        #: A first poll went unanswered for so long that the next endpoint was asked: requests do not wait for this one.
+        self.is_silent = False
         self._breaker = Breaker(SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
-        #: Why it was last asked in vain; None while it answers.
-        self._last_error: RetryableError | None = None
+        #: Why the last poll failed; None while it answers.
+        self.last_error: RetryableError | None = None
         self._changed = asyncio.Event()
         self._returned = asyncio.Event()
-        #: Whoever expects to wait asks for the first time in turn: they arrive in the order in which they came.
-        self.turn = asyncio.Lock()
-        #: Requests of ours that wait there.
+        #: Requests of this program that wait there.
         self.waiting = 0
 
     def __repr__(self) -> str:
@@ -91,36 +80,36 @@ class LeaseEndpoint:
 
     @property
     def is_failing(self) -> bool:
-        """To be looked at from any thread."""
-        return self._last_error is not None
+        """May be read from any thread."""
+        return self.last_error is not None
 
     def is_back(self) -> None:
-        """Somebody else got an answer from it: no need to wait any longer with asking."""
+        """It answered something else: probe it now instead of later."""
         self._breaker.probe_soon(time.monotonic())
-        self._tell_changed()
-        self._tell_returned()
+        self._notify_changed()
+        self._notify_returned()
 
     async def until_it_returns(self) -> None:
-        """The next sign of life of one that fails."""
+        """The next sign of life of an endpoint that fails."""
         await self._returned.wait()
 
-    async def until_it_may_be_asked(self, tell: Callable[[Trouble], object]) -> None:
-        """While it fails, one of all who want to may ask it, and the others wait for what that one finds.
+    async def until_it_may_be_polled(self, report: Callable[[GPUWorkerPoolError], object]) -> None:
+        """While it fails, one request may probe it and the others wait for the result.
 
-        Must be followed by `ask`, at once.
+        Must be followed by `poll`, at once.
         """
         while not self._breaker.try_enter(time.monotonic()):
-            if self._last_error is not None:
-                tell(Trouble(self._last_error))
+            if self.last_error is not None:
+                report(self.last_error)
             await self._until_changed()
 
-    async def ask(self, ask: LeaseAsk, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
+    async def poll(self, request: Request, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
         is_long = wait_seconds > 0
         if is_long:
-            self._breaker.left()  # nobody must wait until it is over
+            self._breaker.left()  # others need not wait until it is over
         has_verdict = False
         try:
-            answer = await self.service.acquire(ask, wait_seconds=wait_seconds, may_reserve=may_reserve)
+            answer = await self.service.acquire(request, wait_seconds=wait_seconds, may_reserve=may_reserve)
         except RetryableError as error:
             has_verdict = True
             self._failed(error, is_inside=not is_long)
@@ -136,32 +125,33 @@ class LeaseEndpoint:
         finally:
             if not has_verdict and not is_long:
                 self._breaker.left()
-            self._tell_changed()
+            self._notify_changed()
 
     def _answered(self, *, is_inside: bool) -> None:
         now = time.monotonic()
+        self.is_silent = False
         self._breaker.probe_soon(now)
         if is_inside or self._breaker.try_enter(now):
             self._breaker.succeeded(now)
-        if self._last_error is not None:
-            self._last_error = None
-            logger.info("%s answers again when it is asked for leases", self.endpoint_id)
-            self._tell_returned()
+        if self.last_error is not None:
+            self.last_error = None
+            logger.info("%s answers lease requests again", self.endpoint_id)
+            self._notify_returned()
 
     def _failed(self, error: RetryableError, *, is_inside: bool) -> None:
-        if self._last_error is None:
-            logger.warning("asking %s for leases fails, and is tried again: %s", self.endpoint_id, error)
-        self._last_error = error
+        if self.last_error is None:
+            logger.warning("%s does not answer lease requests; retrying: %s", self.endpoint_id, error)
+        self.last_error = error
         now = time.monotonic()
-        asked_for = error.retry_after_seconds if isinstance(error, ServiceRetryableError) else None
+        wanted = error.retry_after_seconds if isinstance(error, ServiceRetryableError) else None
         if is_inside or self._breaker.try_enter(now):
-            not_before = now + min(asked_for or 0.0, LONGEST_PAUSE_SECONDS)
+            not_before = now + min(wanted or 0.0, LONGEST_PAUSE_SECONDS)
             self._breaker.failed(now, random.random(), not_before=not_before)  # noqa: S311
 
     async def _until_changed(self) -> None:
         retry_at = self._breaker.retry_at
         changed = self._changed
-        # Past that moment somebody is asking it, and will tell.
+        # Past that moment another request probes it, and notifies the others.
         left = None if retry_at is None or retry_at <= time.monotonic() else retry_at - time.monotonic()
         try:
             async with asyncio.timeout(left):
@@ -169,10 +159,10 @@ class LeaseEndpoint:
         except TimeoutError:
             pass
 
-    def _tell_changed(self) -> None:
+    def _notify_changed(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _tell_returned(self) -> None:
+    def _notify_returned(self) -> None:
         self._returned.set()
         self._returned = asyncio.Event()

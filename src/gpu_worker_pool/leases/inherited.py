@@ -1,6 +1,6 @@
-"""The lease inside which a program runs: its GPUs are handed to the program's own workers, and to nobody else.
+"""The lease inside which a program runs: its GPUs go to the program's own workers, which need not wait for others.
 
-Somebody else holds it, renews it and releases it. Whoever asks here for more than it has would wait for itself.
+A process around the program holds the lease, renews it and releases it.
 """
 
 from __future__ import annotations
@@ -9,62 +9,75 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.errors import LeaseEndedError
-from gpu_worker_pool.leases.lifetime import LeaseLife
-from gpu_worker_pool.leases.suitable import check_suitable, suitable
-from gpu_worker_pool.leases.values import HeldLease, LeasedGPU, StillWaiting
+from gpu_worker_pool.core.readings import Reading
+from gpu_worker_pool.core.requirements import names_gpu
+from gpu_worker_pool.errors import ImpossibleRequestError, LeaseEndedError
+from gpu_worker_pool.leases.lease import HeldLease
+from gpu_worker_pool.leases.service import LeasedGPU, StillWaiting
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.core.assignments import Lease
-    from gpu_worker_pool.leases.values import LeaseAsk
+    from collections.abc import Iterable
+
+    from gpu_worker_pool.core.events import Request
+    from gpu_worker_pool.core.requirements import Requirements
+    from gpu_worker_pool.leases.service import LeaseService
 
 
 class InheritedLease:
     """Belongs to one event loop."""
 
-    def __init__(self, endpoint_id: str, lease: Lease) -> None:
-        self._endpoint_id = endpoint_id
-        self._lease = lease
-        self._free = [LeasedGPU(held.index, held.uuid, held.name) for held in lease.held]
-        self.indices = frozenset(held.index for held in lease.held)
+    def __init__(self, service: LeaseService, lease_id: str, fence: int, gpus: Iterable[LeasedGPU]) -> None:
+        self.lease_id = lease_id
+        self._service = service
+        self._fence = fence
+        self._free = list(gpus)
+        self.indices = frozenset(gpu.index for gpu in self._free)
         self._taken: dict[str, tuple[LeasedGPU, ...]] = {}
         self._changed = asyncio.Event()
 
-    async def take(self, ask: LeaseAsk, wait_seconds: float) -> HeldLease | StillWaiting:
+    async def take(self, request: Request, wait_seconds: float) -> HeldLease | StillWaiting:
+        requirements = request.requirements
         every = [*self._free, *(gpu for gpus in self._taken.values() for gpu in gpus)]
-        check_suitable(self._lease.lease_id, every, ask.requirements)
+        if len(_suitable(every, requirements)) < requirements.count:
+            reason = (
+                f"this program runs inside {self.lease_id}, which does not have what it asks for ({requirements}): "
+                "ask outside of it, or without GPU_POOL_LEASE_ID in the environment"
+            )
+            raise ImpossibleRequestError(reasons=(reason,))
         deadline = asyncio.get_running_loop().time() + wait_seconds
-        while len(found := suitable(self._free, ask.requirements)) < ask.requirements.count:
+        while len(found := _suitable(self._free, requirements)) < requirements.count:
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._changed.wait()
             except TimeoutError:
-                reason = f"other workers of this program have the GPUs of {self._lease.lease_id}, inside which it runs"
+                reason = f"other workers of this program have the GPUs of {self.lease_id}, inside which it runs"
                 return StillWaiting(None, (reason,))
-        gpus = tuple(found[: ask.requirements.count])
+        gpus = tuple(found[: requirements.count])
         self._free = [gpu for gpu in self._free if gpu not in gpus]
-        self._taken[ask.request_id] = gpus
-        life = LeaseLife(ask.ttl_seconds, boot_time())
-        return HeldLease(self._endpoint_id, self._lease.lease_id, self._lease.fence, gpus, ask, life)
+        self._taken[request.request_id] = gpus
+        return HeldLease(self._service, request, self.lease_id, self._fence, gpus, boot_time(), is_inherited=True)
 
-    @property
-    def lease_id(self) -> str:
-        return self._lease.lease_id
+    def give_back(self, request: Request) -> None:
+        gpus = self._taken.pop(request.request_id, None)
+        if gpus is not None:
+            self._free.extend(gpus)
+            self._changed.set()
+            self._changed = asyncio.Event()
 
-    def has(self, lease: HeldLease) -> bool:
-        return lease.ask.request_id in self._taken
+    def check(self, *, is_live: bool) -> None:
+        if not is_live:
+            raise LeaseEndedError(f"{self.lease_id}, inside which this program runs, has ended")
 
-    def give_back(self, lease: HeldLease) -> bool:
-        """Whether it was of these."""
-        gpus = self._taken.pop(lease.ask.request_id, None)
-        if gpus is None:
-            return False
-        self._free.extend(gpus)
-        self._changed.set()
-        self._changed = asyncio.Event()
-        return True
 
-    def check(self, lease: Lease | None) -> None:
-        """What has become of it, as the ledger says."""
-        if lease is None or not lease.is_live:
-            raise LeaseEndedError(f"{self._lease.lease_id}, inside which this program runs, has ended")
+def _suitable(gpus: Iterable[LeasedGPU], requirements: Requirements) -> list[LeasedGPU]:
+    """Only what tells GPUs apart counts; the rest was checked when the lease was granted."""
+    return [gpu for gpu in gpus if _is_suitable(gpu, requirements)]
+
+
+def _is_suitable(gpu: LeasedGPU, requirements: Requirements) -> bool:
+    reading = Reading(str(gpu.index), gpu.index, gpu.name, gpu.uuid)
+    return (
+        (requirements.gpu_model is None or requirements.gpu_model.casefold() in gpu.name.casefold())
+        and (requirements.only is None or any(names_gpu(name, reading) for name in requirements.only))
+        and not any(names_gpu(name, reading) for name in requirements.exclude)
+    )

@@ -1,26 +1,25 @@
-"""Leases of this host's GPUs without a server, `local://`: the host's own desk, in the thread of the `LeaseThread`.
+"""Leases of this host's GPUs without a server, `local://`: all programs that use it share a ledger.
 
-All programs that use it meet in the ledger of the state directory. A program that runs inside a lease, as
-`gpu-pool run` starts it, is given the GPUs of that lease and waits for no others.
+A program that runs inside a lease, as `gpu-pool run` starts it, is given the GPUs of that lease.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
-import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from gpu_worker_pool.api.http_client import Fetched
-from gpu_worker_pool.broker.local import LocalBroker
+from gpu_worker_pool.broker.broker import LeaseBroker
+from gpu_worker_pool.broker.local import LocalBroker, local_user
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import LOCAL_ENDPOINT
 from gpu_worker_pool.core.assignments import Lease
-from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.core.settings import PoolSettings
+from gpu_worker_pool.environment import Environment
 from gpu_worker_pool.errors import (
     ImpossibleRequestError,
     LedgerUnavailableError,
@@ -28,31 +27,33 @@ from gpu_worker_pool.errors import (
     ServiceRefusedError,
     ServiceRetryableError,
 )
-from gpu_worker_pool.hardware.leasable import within_visible
-from gpu_worker_pool.hardware.processes import name_of_this_process
+from gpu_worker_pool.hardware.leasable import readings_of, within_visible
+from gpu_worker_pool.hardware.processes import is_gone, name_of_this_process
 from gpu_worker_pool.hardware.readers.choose import check_backend
-from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
+from gpu_worker_pool.hardware.samples import DriverAnswer
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
 from gpu_worker_pool.leases.inherited import InheritedLease
-from gpu_worker_pool.leases.lifetime import LeaseLife
-from gpu_worker_pool.leases.values import HeldLease, LeasedGPU, StillWaiting
-from gpu_worker_pool.models import GPUInfo, GPUStats
+from gpu_worker_pool.leases.lease import HeldLease
+from gpu_worker_pool.leases.service import LeasedGPU, StillWaiting
+from gpu_worker_pool.ledger.host import open_host_ledger
+from gpu_worker_pool.proc import ancestors_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
-    from gpu_worker_pool.client.lease_thread import LeaseThread
+    from gpu_worker_pool.core.events import Request
     from gpu_worker_pool.hardware.samples import GPUReading, HostSample
-    from gpu_worker_pool.leases.values import LeaseAsk
+    from gpu_worker_pool.ledger import Ledger, Tell
 
 logger = logging.getLogger(__name__)
 
-#: How long the driver has for its first answer before that is told.
-FIRST_SAMPLE_SECONDS = 3.0
-#: Readings older than this are worth nothing (rule 1).
-OLDEST_SAMPLE_SECONDS = 15.0
-#: Where the driver is not even installed there is nothing to wait for.
-NO_DRIVER = frozenset({"nvidia_smi_not_found", "nvml_not_found"})
+#: How long the first poll waits for the GPU of a holder that has just died to be read and found free.
+DEAD_HOLDER_SECONDS = 1.0
+#: A holder whose broker rests leaves a sign of life in the ledger this often; else nobody seems to serve it (rule 10).
+RESTING_SILENCE_SECONDS = 8.0
+NO_GPU = "this host has no GPU; GPU_BACKEND=simulated:4 simulates four"
+
+_SETTINGS = PoolSettings(poll_seconds=1.0)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class LocalSettings:
     """What the environment says about this host's GPUs."""
 
     backend: str = "auto"
-    #: None: where the programs of this host usually meet.
+    #: None: the usual state directory.
     state_dir: str | None = None
     #: Which GPUs this program may see, as CUDA reads it; None: all of them.
     visible_devices: str | None = None
@@ -69,220 +70,231 @@ class LocalSettings:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
-        env = os.environ if environ is None else environ
-        backend = env.get("GPU_BACKEND", "").strip() or "auto"
-        try:
-            backend = check_backend(backend)
-        except ValueError as error:
-            logger.error("GPU_BACKEND is %r: %s; using auto", backend, error)  # noqa: TRY400  # it says all there is
-            backend = "auto"
+        variables = os.environ if environ is None else environ
+        env = Environment(variables, logger.error)
         return cls(
-            backend,
-            env.get("GPU_POOL_STATE_DIR", "").strip() or None,
-            env.get("CUDA_VISIBLE_DEVICES"),
-            env.get("GPU_POOL_LEASE_ID", "").strip() or None,
+            env.get("GPU_BACKEND", cls.backend, check_backend),
+            env.text("GPU_POOL_STATE_DIR") or None,
+            variables.get("CUDA_VISIBLE_DEVICES"),
+            env.text("GPU_POOL_LEASE_ID") or None,
         )
 
 
 class LocalLeaseService:
-    """Opened by the first who asks. Everything but `fetch` belongs to the keeper's event loop."""
+    """Opens the broker with the first request. Belongs to one event loop."""
 
     url = LOCAL_ENDPOINT
 
-    def __init__(self, endpoint_id: str, settings: LocalSettings, thread: LeaseThread) -> None:
+    def __init__(self, endpoint_id: str, settings: LocalSettings) -> None:
         self.endpoint_id = endpoint_id
         self._settings = settings
-        self._thread_ = thread
         # Inside a lease that variable says what was leased.
         self._visibility = VisibilityFilter(None if settings.lease_id else settings.visible_devices)
         self._opening: asyncio.Task[LocalBroker] | None = None
-        self._sampled = asyncio.Event()
+        self._is_resting = False
         self._process = name_of_this_process()
-        self._user = f"user:{os.getuid()}"
+        self._user = local_user()
         #: By request id: a request must be the same every time, also if other GPUs are seen meanwhile.
         self._requests: dict[str, Request] = {}
         self._inherited: InheritedLease | None = None
+        self._is_outside = False
+        self._is_first_over = False
 
-    # --- readings, for the client's own loop ---
+    @property
+    def longest_silence_seconds(self) -> float:
+        return RESTING_SILENCE_SECONDS if self._is_resting else math.inf
 
-    async def fetch(self) -> Fetched:
-        try:
-            return await asyncio.wrap_future(self._thread_.do(self._fetch))
-        except PoolStoppedError as error:  # which is no fault of the readings
-            raise ServiceRetryableError(str(error)) from error
-
-    async def _fetch(self) -> Fetched:
-        begun = time.monotonic()
-        async with self._local_broker() as host:
-            sample = await self._good_sample(host)
-            inherited = await self._inherit(host, sample)
-            promised = {gpu_id for lease in await host.broker.held() for gpu_id in lease.gpu_ids}
-        assert isinstance(sample.answer, DriverAnswer)  # else it is not good
-        gpus = self._visibility.apply(sample.answer.gpus).gpus
-        if inherited is not None:
-            # There are no others for this program, and these are not somebody else's.
-            gpus, promised = tuple(gpu for gpu in gpus if gpu.index in inherited.indices), set()
-        stats = _stats_of(sample, gpus, promised, max(boot_time() - sample.begun_at, 0.0))
-        return Fetched(stats, (), time.monotonic(), time.monotonic() - begun)
-
-    async def _good_sample(self, host: LocalBroker) -> HostSample:
-        try:
-            async with asyncio.timeout(FIRST_SAMPLE_SECONDS):
-                await self._sampled.wait()
-        except TimeoutError:
-            raise ServiceRetryableError(f"the driver has not answered for {FIRST_SAMPLE_SECONDS:g} s") from None
-        good, last = host.seen.good, host.seen.last
-        if good is not None and boot_time() - good.begun_at <= OLDEST_SAMPLE_SECONDS:
-            return good
-        answer = None if last is None else last.answer
-        message = answer.message if isinstance(answer, DriverFailure) else "the driver does not answer any more"
-        if isinstance(answer, DriverFailure) and answer.code in NO_DRIVER:
-            raise ServiceRefusedError(message)
-        raise ServiceRetryableError(message)
-
-    # --- leases ---
-
-    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
-        async with self._local_broker() as host:
-            sample = await self._good_sample(host)
-            if (inherited := await self._inherit(host, sample)) is not None:
-                inherited.check(await host.broker.lease(inherited.lease_id))
-                return await inherited.take(ask, wait_seconds)
-            request = self._requests.get(ask.request_id) or self._request(ask, sample)
-            self._requests[ask.request_id] = request
+    async def acquire(self, request: Request, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
+        async with self._host() as host:
+            gpus = _gpus_in(await host.sample())
+            if not gpus:
+                raise ServiceRefusedError(NO_GPU)
+            await self._until_dead_holders_are_noticed(host)
+            if (inherited := await self._inherit(host, gpus)) is not None:
+                inherited.check(is_live=_is_live(await host.broker.lease(inherited.lease_id)))
+                return await inherited.take(request, wait_seconds)
+            asked = self._requests.get(request.request_id) or self._as_asked(request, gpus)
+            self._requests[request.request_id] = asked
             sent_at = boot_time()
             try:
-                found = await host.broker.acquire(request, wait_seconds=wait_seconds, may_reserve=may_reserve)
+                found = await host.broker.acquire(asked, wait_seconds=wait_seconds, may_reserve=may_reserve)
             except ImpossibleRequestError:
-                del self._requests[ask.request_id]
+                del self._requests[request.request_id]
                 raise
         if isinstance(found, Lease):
-            self._requests.pop(ask.request_id, None)
-            return self._held(found, ask, sent_at)
-        return StillWaiting(found.position, found.reasons)
+            self._requests.pop(request.request_id, None)
+            return HeldLease(self, request, found.lease_id, found.fence, _leased(found), sent_at)
+        return StillWaiting(found.position, self._with_limit(found.reasons, request, asked))
 
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
-        async with self._local_broker() as host:
-            if self._inherited is not None and self._inherited.has(lease):
-                self._inherited.check(await host.broker.lease(lease.lease_id))
-                return
-            async with asyncio.timeout(timeout_seconds):
-                await host.broker.renew(lease.lease_id, self._user)
+        async with asyncio.timeout(timeout_seconds), self._ledger() as broker:
+            if self._inherited is not None and lease.is_inherited:
+                self._inherited.check(is_live=_is_live(await broker.lease(lease.lease_id)))
+            else:
+                await broker.renew(lease.lease_id, self._user)
 
     async def release(self, lease: HeldLease) -> None:
-        if self._inherited is not None and self._inherited.give_back(lease):
+        if self._inherited is not None and lease.is_inherited:
+            self._inherited.give_back(lease.request)
             return
-        async with self._local_broker() as host:
-            await host.broker.release(lease.lease_id, self._user)
+        async with self._ledger() as broker:
+            await broker.release(lease.lease_id, self._user)
 
-    async def cancel(self, ask: LeaseAsk) -> None:
-        self._requests.pop(ask.request_id, None)
-        if self._inherited is None:
-            async with self._local_broker() as host:
-                await host.broker.cancel(ask.request_id, self._user)
+    async def cancel(self, request: Request) -> None:
+        self._requests.pop(request.request_id, None)
+        if self._inherited is not None:
+            self._inherited.give_back(request)
+            return
+        async with self._ledger() as broker:
+            await broker.cancel(request.request_id, self._user)
+
+    async def rest(self) -> None:
+        """Close the broker until there is another request: a holder need not read GPUs, nor watch the ledger."""
+        if self._opening is not None:
+            host, self._opening, self._is_resting = await self._opening, None, True
+            await host.stop()
 
     async def close(self) -> None:
-        if self._opening is not None:
-            await (await self._opening).stop()
+        await self.rest()
 
-    # --- inside ---
+    async def readings(self) -> tuple[HostSample, tuple[GPUReading, ...], set[str]]:
+        """The sample, the GPUs of it that this program may use, and the ids of those that others hold."""
+        async with self._host() as host:
+            sample = await host.sample()
+            inherited = await self._inherit(host, _gpus_in(sample))
+            promised = {gpu_id for lease in await host.broker.held() for gpu_id in lease.gpu_ids}
+        gpus = self._visibility.apply(_gpus_in(sample)).gpus
+        if inherited is None:
+            return sample, gpus, promised
+        return sample, tuple(gpu for gpu in gpus if gpu.index in inherited.indices), set()
+
+    # --- the broker ---
 
     @asynccontextmanager
-    async def _local_broker(self) -> AsyncIterator[LocalBroker]:
-        try:
-            yield await self._host()
-        except (LedgerUnavailableError, PoolStoppedError, OSError) as error:  # of which TimeoutError is one
-            raise ServiceRetryableError(str(error) or "the ledger does not answer in time") from error
-
-    async def _host(self) -> LocalBroker:
-        if self._opening is None:
-            self._opening = asyncio.get_running_loop().create_task(self._open())
-        return await asyncio.shield(self._opening)
+    async def _host(self) -> AsyncIterator[LocalBroker]:
+        async with _retryable():
+            if self._opening is None:
+                self._is_resting = False
+                self._opening = asyncio.get_running_loop().create_task(self._open())
+            yield await asyncio.shield(self._opening)
 
     async def _open(self) -> LocalBroker:
-        settings = self._settings
-        host = LocalBroker(
-            settings.backend,
-            settings=PoolSettings(poll_seconds=1.0),
-            state_dir=settings.state_dir,
-            on_sample=lambda _: self._sampled.set(),
-        )
+        host = LocalBroker(self._settings.backend, settings=_SETTINGS, state_dir=self._settings.state_dir)
         await host.start()
         return host
 
-    def _request(self, ask: LeaseAsk, sample: HostSample) -> Request:
-        assert isinstance(sample.answer, DriverAnswer)  # else it is not good
-        return Request(
-            ask.request_id,
-            within_visible(ask.requirements, sample.answer.gpus, self._visibility),
-            ask.worker_id,
+    @asynccontextmanager
+    async def _ledger(self) -> AsyncIterator[LeaseBroker]:
+        """The broker, if it is open; else one without readings, for a moment."""
+        if self._opening is not None:
+            async with self._host() as host:
+                yield host.broker
+            return
+        async with _retryable():
+            broker = LeaseBroker(self._open_ledger, lambda _: None)
+            await broker.start()
+            try:
+                yield broker
+            finally:
+                await broker.stop()
+
+    def _open_ledger(self, tell: Tell) -> Ledger:
+        try:
+            return open_host_ledger(self._settings.backend, _SETTINGS, tell, state_dir=self._settings.state_dir)
+        except (LedgerUnavailableError, OSError) as error:
+            # Not as the broker expects it, which would log every try: the caller reports it once.
+            raise ServiceRetryableError(str(error)) from None
+
+    async def _until_dead_holders_are_noticed(self, host: LocalBroker) -> None:
+        """A request that does not wait must not be refused because of a holder that was killed a moment ago."""
+        if self._is_first_over:
+            return
+        self._is_first_over = True
+        deadline = boot_time() + DEAD_HOLDER_SECONDS
+        while any(is_gone(lease.request.process) for lease in await host.broker.held() if lease.request.process):
+            if boot_time() > deadline:
+                return
+            await asyncio.sleep(0.02)
+
+    # --- the request ---
+
+    def _as_asked(self, request: Request, gpus: Sequence[GPUReading]) -> Request:
+        return replace(
+            request,
+            requirements=within_visible(request.requirements, gpus, self._visibility),
             owner=self._user,
-            label=ask.label,
-            ttl_seconds=ask.ttl_seconds,
             account=self._user,
             process=self._process,
         )
 
-    def _held(self, lease: Lease, ask: LeaseAsk, sent_at: float) -> HeldLease:
-        gpus = tuple(LeasedGPU(held.index, held.uuid, held.name) for held in lease.held)
-        life = LeaseLife(ask.ttl_seconds, sent_at)
-        return HeldLease(self.endpoint_id, lease.lease_id, lease.fence, gpus, ask, life)
+    def _with_limit(self, reasons: tuple[str, ...], request: Request, asked: Request) -> tuple[str, ...]:
+        """Mention the variable that limits the request, since its user may not know of it."""
+        if not reasons or asked.requirements == request.requirements:
+            return reasons
+        return (f"{reasons[0]}; CUDA_VISIBLE_DEVICES={self._settings.visible_devices} allows no other", *reasons[1:])
 
-    async def _inherit(self, host: LocalBroker, sample: HostSample) -> InheritedLease | None:
-        if self._settings.lease_id is None:
-            return None
-        if self._inherited is None:
+    # --- a lease around this program ---
+
+    async def _inherit(self, host: LocalBroker, gpus: Sequence[GPUReading]) -> InheritedLease | None:
+        if self._inherited is not None or self._is_outside:
+            return self._inherited
+        lease = None
+        if self._settings.lease_id is not None:
             lease = await host.broker.lease(self._settings.lease_id)
-            if lease is None or not lease.is_live or not self._is_around_us(lease, sample):
-                lost = "GPU_POOL_LEASE_ID is %s, which is no lease of yours that lives: asking for GPUs without it"
+            if lease is None or not (lease.is_live and self._is_around_us(lease, gpus)):
+                lost = "GPU_POOL_LEASE_ID is %s, which is not a live lease of yours: requesting GPUs without it"
                 logger.warning(lost, self._settings.lease_id)
-                # What CUDA shows this program is all that it can use of what it gets.
+                # Of what it is granted, this program can use only what CUDA shows it.
                 self._visibility = VisibilityFilter(self._settings.visible_devices)
-                self._settings = replace(self._settings, lease_id=None)
-                return None
-            self._inherited = InheritedLease(self.endpoint_id, lease)
+                lease = None
+        if lease is None:
+            lease = self._lease_of_our_shell(await host.broker.held(), gpus)
+        if lease is None:
+            self._is_outside = True
+            return None
+        self._inherited = InheritedLease(self, lease.lease_id, lease.fence, _leased(lease))
         return self._inherited
 
-    def _is_around_us(self, lease: Lease, sample: HostSample) -> bool:
-        """Ids are counters: one of another ledger may name somebody's lease here, and is told by its GPUs."""
+    def _is_around_us(self, lease: Lease, gpus: Sequence[GPUReading]) -> bool:
+        """Ids are counters: the same id in another ledger is another lease, which is recognized by its GPUs."""
         if lease.request.account == self._user:
             return True
         if lease.request.account.startswith("user:") or self._settings.visible_devices is None:
             return False
-        assert isinstance(sample.answer, DriverAnswer)  # else it is not good
-        visible = VisibilityFilter(self._settings.visible_devices).apply(sample.answer.gpus).gpus
+        visible = VisibilityFilter(self._settings.visible_devices).apply(gpus).gpus
         names = {gpu.identity for gpu in visible} | {device.uuid for gpu in visible for device in gpu.mig_devices}
         return len(visible) <= len(lease.gpu_ids) and set(lease.gpu_ids) <= names
 
+    def _lease_of_our_shell(self, held: Iterable[Lease], gpus: Sequence[GPUReading]) -> Lease | None:
+        """`CUDA_VISIBLE_DEVICES=$(gpu-pool wait)` says which GPUs a shell has, but not by which lease."""
+        visible = VisibilityFilter(self._settings.visible_devices).apply(gpus)
+        if not visible.is_filtering:
+            return None
+        names = {reading.gpu_id for reading in readings_of(visible.gpus)}
+        ancestors = tuple(f":{pid}" for pid in ancestors_of(os.getpid()))
+        for lease in held:
+            is_ours = lease.is_live and lease.request.account == self._user
+            if is_ours and lease.request.worker_id.endswith(ancestors) and set(lease.gpu_ids) == names:
+                return lease
+        return None
 
-def _stats_of(sample: HostSample, gpus: Iterable[GPUReading], promised: set[str], age_seconds: float) -> GPUStats:
-    rows = [
-        GPUInfo(
-            gpu.index,
-            gpu.name,
-            gpu.memory_usage_percent,
-            gpu.utilization_percent,
-            uuid=gpu.uuid,
-            memory_total_mb=gpu.memory_total_mb,
-            memory_used_mb=gpu.memory_used_mb,
-            fault=gpu.fault,
-            leased=gpu.identity in promised or any(device.uuid in promised for device in gpu.mig_devices),
-            reports_utilization=gpu.reports_utilization,
-            process_count=None if gpu.processes is None else len(gpu.processes),
-        )
-        for gpu in gpus
-    ]
-    both = [row for row in rows if row.memory_total_mb is not None and row.memory_used_mb is not None]
-    total = sum(row.memory_total_mb or 0.0 for row in both)
-    used = sum(row.memory_used_mb or 0.0 for row in both)
-    utilizations = [row.utilization_percent for row in rows if row.utilization_percent is not None]
-    return GPUStats(
-        gpu_count=len(rows),
-        total_memory_mb=total if both else None,
-        total_used_memory_mb=used if both else None,
-        average_utilization_percent=sum(utilizations) / len(utilizations) if utilizations else None,
-        gpus_summary=rows,
-        total_memory_usage_percent=100.0 * used / total if total else None,
-        timestamp=sample.timestamp,
-        sample_age_seconds=age_seconds,
-    )
+
+@asynccontextmanager
+async def _retryable() -> AsyncIterator[None]:
+    try:
+        yield
+    except (LedgerUnavailableError, PoolStoppedError, OSError) as error:  # of which TimeoutError is one
+        raise ServiceRetryableError(str(error) or "the ledger does not answer in time") from error
+
+
+def _gpus_in(sample: HostSample) -> tuple[GPUReading, ...]:
+    assert isinstance(sample.answer, DriverAnswer)  # as `LocalBroker.sample` promises
+    return sample.answer.gpus
+
+
+def _leased(lease: Lease) -> tuple[LeasedGPU, ...]:
+    return tuple(LeasedGPU(held.index, held.uuid, held.name) for held in lease.held)
+
+
+def _is_live(lease: Lease | None) -> bool:
+    return lease is not None and lease.is_live

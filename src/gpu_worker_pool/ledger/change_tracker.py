@@ -11,16 +11,16 @@ V = TypeVar("V")
 class ChangeTracker(dict[K, V]):
     def __init__(self) -> None:
         super().__init__()
-        self._noted: dict[K, V] = {}
+        self._changed: dict[K, V] = {}
 
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)
-        self._noted[key] = value
+        self._changed[key] = value
 
-    def take_notes(self) -> dict[K, V]:
+    def take_changes(self) -> dict[K, V]:
         """What was set since the last call; also what was removed again, as it was before that."""
-        noted, self._noted = self._noted, {}
+        noted, self._changed = self._changed, {}
         return noted
 
-    def forget_note(self, key: K) -> None:
-        self._noted.pop(key, None)
+    def forget_change(self, key: K) -> None:
+        self._changed.pop(key, None)

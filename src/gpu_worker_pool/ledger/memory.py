@@ -39,7 +39,7 @@ class MemoryLedger:
         pool = self._pool
         effects = pool.apply(event, self._clock.now())
         told = tuple(effect for effect in effects if not isinstance(effect, WakeAt))
-        tell_of(Committed(told, self._requests.take_notes(), False, pool.fence, dict(pool.tally)), self._tell)
+        tell_of(Committed(told, self._requests.take_changes(), False, pool.fence, dict(pool.tally)), self._tell)
         self._set_timer()
         return told
 

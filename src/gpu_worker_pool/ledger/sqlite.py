@@ -35,6 +35,7 @@ from gpu_worker_pool.core import (
     Waiter,
     WakeAt,
 )
+from gpu_worker_pool.core.mirror import MirrorPool
 from gpu_worker_pool.errors import IllegalEventError, LedgerUnavailableError
 from gpu_worker_pool.hardware.processes import boot_id as id_of_this_boot
 from gpu_worker_pool.ledger import Committed, Question, Tell, tell_of
@@ -265,7 +266,7 @@ class SQLiteLedger:
             # Within the transaction: what others commit from now on will have changed it.
             data_version = connection.pragma("data_version")
             news = self._catch_up()
-            pool, now, foreign = news.pool, news.now, self._requests.take_notes()
+            pool, now, foreign = news.pool, news.now, self._requests.take_changes()
             effects: list[Effect] = []
             # From here on it is this process that decides: all of it is written, and told.
             if news.unserved_seconds is not None:
@@ -284,7 +285,7 @@ class SQLiteLedger:
                 results.append((asked, done, None))
             if not events or news.is_any:
                 effects += _apply(pool, Ticked(), now)
-            own = self._requests.take_notes()
+            own = self._requests.take_changes()
             if own or self._is_stamp_due(pool, now) or news.is_other_boot:
                 meta = self._tables.write(pool, own, self._meta, self._boot_id)
                 self._changes_to_forget_after -= len(own)
@@ -302,7 +303,7 @@ class SQLiteLedger:
             raise
         self._data_version = data_version
         self._has_served = True
-        pool.outcomes.forget_all_but(MOST_OUTCOMES)
+        pool.forget_outcomes(MOST_OUTCOMES)
         return Committed(tuple(effects), foreign | own, news.is_everything, pool.fence, dict(pool.tally))
 
     def _catch_up(self) -> _News:
@@ -317,7 +318,7 @@ class SQLiteLedger:
                     f"the ledger {self._file.path} is used by another host, or by a container with a kernel of its own"
                 )
             if meta.boot_id:
-                meta = self._tables.begin_clock_anew(meta, now, self._boot_id)
+                meta = self._tables.restart_clock(meta, now, self._boot_id)
             self._pool = None
         if known.revision < meta.forgotten:
             self._pool = None  # how something ended that this process believes in is not written any more
@@ -350,8 +351,8 @@ class SQLiteLedger:
             case _:
                 return
         if outcome is not None and not pool.outcomes.is_old(outcome, now):
-            pool.outcomes.add(outcome)
-            self._requests.forget_note(outcome.request.request_id)
+            pool.remember(outcome)
+            self._requests.forget_change(outcome.request.request_id)
 
     def _failed(self, error: Exception) -> None:
         self._pool = None
@@ -374,7 +375,7 @@ class SQLiteLedger:
 
     def _read_only_pool(self) -> Pool:
         """To look at, while nothing can be written: a full disk is no reason not to tell who waits for what."""
-        pool = Pool(self._settings)
+        pool = MirrorPool(self._settings)
         connection = self._file.connection
         with self._file.errors():
             self._file.check()
@@ -384,7 +385,7 @@ class SQLiteLedger:
             finally:
                 connection.execute("ROLLBACK")
         for observed in self._observed.values():
-            pool.allocator.observe(observed.endpoint_id, observed.readings, observed.begun_at)
+            pool.observe(observed.endpoint_id, observed.readings, observed.begun_at)
         return pool
 
     # --- telling ---

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.queue import Waiter
-from gpu_worker_pool.core.replication import GPUHistory, replicate
-from gpu_worker_pool.core.saved import lease_of, moment_of, moved, outcome_of, plain, waiter_of
+from gpu_worker_pool.core.replication import Counters, GPUHistory
+from gpu_worker_pool.core.saved import lease_of, moment_of, outcome_of, shifted, to_json, waiter_of
 from gpu_worker_pool.errors import LedgerUnavailableError
 
 if TYPE_CHECKING:
@@ -123,11 +123,9 @@ class Tables:
             self._gpu_rows[row[0]] = row
             gpu_id, endpoint_id, last_fence, freed_at, read_after = row
             histories.append(GPUHistory(gpu_id, endpoint_id, last_fence, moment_of(freed_at), moment_of(read_after)))
-        replicate(pool, news, histories)
-        pool.fence, pool.ticket = meta.fence, meta.ticket
-        pool.now = max(pool.now, moment_of(meta.now))
-        tally = json.loads(meta.tally)
-        pool.tally.update({state: tally.get(state.value, 0) for state in pool.tally})
+        ended = json.loads(meta.tally)
+        tally = {state: ended.get(state.value, 0) for state in pool.tally}
+        pool.replicate(news, histories, Counters(meta.fence, meta.ticket, moment_of(meta.now), tally))
 
     def ended_request(self, request_id: str) -> Outcome | None:
         row = self._execute(
@@ -176,7 +174,7 @@ class Tables:
         self._execute(
             "INSERT INTO requests VALUES (?1, ?2, ?3, ?4, ?5, ?6) ON CONFLICT (request_id) DO UPDATE"
             " SET kind = ?2, lease_id = ?3, ended_at = ?4, revision = ?5, data = ?6",
-            (known.request.request_id, kind, lease_id, ended_at, revision, _encode(plain(known))),
+            (known.request.request_id, kind, lease_id, ended_at, revision, _encode(to_json(known))),
         )
 
     def _write_gpu(self, gpu: GPUResourceState, revision: int) -> None:
@@ -184,8 +182,8 @@ class Tables:
             gpu.gpu_id,
             gpu.endpoint.endpoint_id,
             gpu.last_fence,
-            plain(gpu.freed_at),
-            plain(gpu.read_after),
+            to_json(gpu.freed_at),
+            to_json(gpu.read_after),
         )
         if self._gpu_rows.get(gpu.gpu_id) != row:
             self._gpu_rows[gpu.gpu_id] = row
@@ -209,13 +207,13 @@ class Tables:
         if removed:
             self._execute("UPDATE meta SET forgotten = max(forgotten, ?)", (max(removed)[0],))
 
-    def begin_clock_anew(self, meta: Meta, now: float, boot_id: str) -> Meta:
+    def restart_clock(self, meta: Meta, now: float, boot_id: str) -> Meta:
         """After a reboot: every moment as it would be on the new clock, and no process of before known any more."""
         later = 0.0 if meta.now is None else now - meta.now
         revision = meta.revision + 1
         rows: list[tuple[Any, ...]] = self._execute("SELECT request_id, ended_at, data FROM requests").fetchall()
         for request_id, ended_at, data in rows:
-            row = _without_processes(moved(json.loads(data), later))
+            row = _without_processes(shifted(json.loads(data), later))
             self._execute(
                 "UPDATE requests SET ended_at = ?, revision = ?, data = ? WHERE request_id = ?",
                 (None if ended_at is None else ended_at + later, revision, _encode(row), request_id),

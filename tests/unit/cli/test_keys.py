@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 
 from gpu_worker_pool.cli.keys import Tokens
-from gpu_worker_pool.cli.running.http_leases import HTTPLeases
+from gpu_worker_pool.cli.running.remembered_leases import RememberedLeases
 from gpu_worker_pool.config import EndpointConfig
-from gpu_worker_pool.core.requirements import Requirements
+from gpu_worker_pool.core import Request
 from gpu_worker_pool.errors import RequestEndedError
-from gpu_worker_pool.leases.values import HeldLease, LeaseAsk, StillWaiting
+from gpu_worker_pool.leases.lease import HeldLease
+from gpu_worker_pool.leases.service import StillWaiting, sent_as_new
 
 DAY_SECONDS = 24 * 3600.0
 
 
-def ask() -> LeaseAsk:
-    return LeaseAsk.new("worker", Requirements(), None, 60.0)
+def new_request() -> Request:
+    return sent_as_new(Request("", worker_id="worker", ttl_seconds=60.0))
 
 
 @pytest.fixture
@@ -33,9 +34,9 @@ def kept(tmp_path: Path) -> list[Path]:
 
 
 def test_they_are_their_owners_alone(tokens: Tokens, tmp_path: Path) -> None:
-    mine = ask()
-    tokens.keep(mine)
-    assert tokens.of(mine.request_id) == mine.token
+    mine = new_request()
+    tokens.remember(mine)
+    assert tokens.of(mine.request_id) == mine.owner
     assert tokens.of("another") is None
     (file,) = kept(tmp_path)
     assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
@@ -45,14 +46,14 @@ def test_they_are_their_owners_alone(tokens: Tokens, tmp_path: Path) -> None:
 
 
 def test_what_is_held_for_weeks_keeps_its_token(tokens: Tokens, tmp_path: Path) -> None:
-    held, forgotten = ask(), ask()
+    held, forgotten = new_request(), new_request()
     for each in (held, forgotten):
-        tokens.keep(each)
+        tokens.remember(each)
     for file in kept(tmp_path):
         os.utime(file, (time.time() - 8 * DAY_SECONDS,) * 2)
     tokens.refresh(held)
-    tokens.keep(ask())
-    assert tokens.of(held.request_id) == held.token
+    tokens.remember(new_request())
+    assert tokens.of(held.request_id) == held.owner
     assert tokens.of(forgotten.request_id) is None
 
 
@@ -62,11 +63,11 @@ def test_a_file_that_others_tidy_away_meanwhile_does_no_harm(tokens: Tokens, tmp
     (folder / "request-gone").symlink_to(folder / "nowhere")
     (folder / "request-locked").mkdir()
     os.utime(folder / "request-locked", (0, 0))
-    mine, old = ask(), folder / "request-old"
+    mine, old = new_request(), folder / "request-old"
     old.touch()
     os.utime(old, (0, 0))
-    tokens.keep(mine)
-    assert tokens.of(mine.request_id) == mine.token
+    tokens.remember(mine)
+    assert tokens.of(mine.request_id) == mine.owner
     assert not old.exists()
 
 
@@ -74,12 +75,13 @@ class EndingOnce:
     """A service at which the first request has ended without its asker."""
 
     endpoint_id = "server"
+    longest_silence_seconds = 60.0
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    async def acquire(self, ask: LeaseAsk, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:  # noqa: ARG002
-        self.asked.append(ask.request_id)
+    async def acquire(self, request: Request, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:  # noqa: ARG002
+        self.asked.append(request.request_id)
         if len(self.asked) == 1:
             raise RequestEndedError(state="given_up")
         return StillWaiting(1, ())
@@ -88,19 +90,21 @@ class EndingOnce:
 
     async def release(self, lease: HeldLease) -> None: ...
 
-    async def cancel(self, ask: LeaseAsk) -> None: ...
+    async def cancel(self, request: Request) -> None: ...
+
+    async def rest(self) -> None: ...
 
     async def close(self) -> None: ...
 
 
 def test_a_request_that_is_made_anew_has_one_token(tokens: Tokens, tmp_path: Path) -> None:
-    leases = HTTPLeases(EndpointConfig("server", "http://server:1"), EndingOnce(), tokens)
-    first = ask()
+    leases = RememberedLeases(EndpointConfig("server", "http://server:1"), EndingOnce(), tokens)
+    first = new_request()
     with pytest.raises(RequestEndedError):
         asyncio.run(leases.acquire(first, wait_seconds=0, may_reserve=True))
-    again = first.anew()
+    again = sent_as_new(first)
     asyncio.run(leases.acquire(again, wait_seconds=0, may_reserve=True))
     assert tokens.of(first.request_id) is None
-    assert tokens.of(again.request_id) == again.token
-    leases.forget()
+    assert tokens.of(again.request_id) == again.owner
+    asyncio.run(leases.close())
     assert kept(tmp_path) == []

@@ -316,7 +316,7 @@ class Histories(RuleBasedStateMachine):
         leases, queue = set(self.oracle.leases), list(self.oracle.waiting)
         if is_reboot:
             offset = 3.0 - self.pool.now
-            begun_anew = restore(saved, self.settings_of_pool, clock_began_anew_at=3.0)
+            begun_anew = restore(saved, self.settings_of_pool, clock_restarted_at=3.0)
             saved = json.loads(json.dumps(save(begun_anew)))
             self.now = 3.0
             self._shift_oracle(offset)

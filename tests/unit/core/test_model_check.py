@@ -294,7 +294,7 @@ def essence(pool: Pool, lateness: float) -> tuple[Any, ...]:
         tuple(
             (
                 (each.reading, each.last_seen, each.is_gone, order(each.last_fence)),
-                (each.as_held.memory_used_mb, each.as_held.processes),
+                (each.baseline.memory_used_mb, each.baseline.processes),
                 (seen(each.read_after, each.endpoint.endpoint_id), age(each.freed_at, settings.settle_seconds)),
                 each.gpu_id in allocator.freed
                 and (each.readings_wanted, seen(each.freed_at, each.endpoint.endpoint_id)),

@@ -34,8 +34,8 @@ from gpu_worker_pool.core import (
     explain,
     save,
 )
-from gpu_worker_pool.core.replication import GPUHistory, replicate
-from gpu_worker_pool.core.saved import lease_of, outcome_of, plain, waiter_of
+from gpu_worker_pool.core.replication import GPUHistory
+from gpu_worker_pool.core.saved import lease_of, outcome_of, to_json, waiter_of
 from gpu_worker_pool.errors import IllegalEventError, TooManyWaitingError
 from gpu_worker_pool.testing import gpu, gpus, snapshot
 
@@ -60,7 +60,7 @@ class Process:
         theirs = other.pool
         news: list[Waiter | Lease | Outcome] = []
         for known in theirs.requests.values():
-            row = copy.deepcopy(plain(known))
+            row = copy.deepcopy(to_json(known))
             of = waiter_of if isinstance(known, Waiter) else lease_of if isinstance(known, Lease) else outcome_of
             news.append(of(row))
         news.sort(key=lambda known: known.ticket if isinstance(known, Waiter) else 0)
@@ -69,7 +69,7 @@ class Process:
             for gpu in theirs.allocator.gpus.values()
             if gpu.last_fence
         ]
-        replicate(self.pool, news, histories)
+        self.pool.replicate(news, histories)
         self.pool.fence, self.pool.ticket = theirs.fence, theirs.ticket
         self.pool.tally.update(theirs.tally)
         effects = self.does(Ticked(), at)
@@ -299,7 +299,7 @@ def test_the_same_decision_is_not_written_again() -> None:
     assert pool.reserved_for is not None
     written.clear()
     for at in (3.0, 4.0):
-        replicate(pool, [])
+        pool.replicate([])
         pool.apply(snapshot(gpus(2), at=at), at)
     assert written == []
 
@@ -328,7 +328,7 @@ def test_one_that_waits_in_several_places_has_gpus_kept_in_one_only() -> None:
 def test_gpus_of_the_past_are_not_among_the_reasons() -> None:
     """The ledger remembers when each was last granted; that says nothing about what there is."""
     pool = Pool()
-    replicate(pool, [], [GPUHistory("MIG-long-gone", "", 3, 1.0, 1.0)])
+    pool.replicate([], [GPUHistory("MIG-long-gone", "", 3, 1.0, 1.0)])
     pool.apply(snapshot(gpus(1), at=2.0), 2.0)
     pool.apply(Requested(poll_id("holds")), 2.1)
     pool.apply(Requested(poll_id("waits")), 2.2)

@@ -907,7 +907,7 @@ def test_rule_10_after_a_reboot_times_begin_anew_and_process_ids_mean_nothing(st
     story.reads(gpu(0, memory_used_mb=300.0, processes=(STRANGER,)))
     story.asks("a", ttl=20.0)
     story.asks("b", ttl=20.0, poll_deadline=story.now)
-    again = Story(start=save(restore(save(story.pool), clock_began_anew_at=7.0)))
+    again = Story(start=save(restore(save(story.pool), clock_restarted_at=7.0)))
     again.now = 7.0
     again.happens(Resumed(unserved_seconds=0.0))
     assert again.lease("a").expires_at == pytest.approx(27.0)

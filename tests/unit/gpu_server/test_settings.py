@@ -140,7 +140,8 @@ def test_a_bad_value_is_named_and_the_default_used(variable: str, text: str, cap
     assert dataclasses.asdict(ServerSettings.from_environment({variable: text})) == DEFAULTS
     (record,) = caplog.records
     assert record.levelname == "ERROR"
-    assert record.getMessage().startswith(f"{variable}={text!r} cannot be used (")
+    assert record.getMessage().startswith(f"{variable} must be ")
+    assert f", not {text!r}; using the default " in record.getMessage()
 
 
 @pytest.mark.parametrize("variable", ["GPU_POOL_API_KEYS", "GPU_POOL_ADMIN_KEYS"])

@@ -28,7 +28,7 @@ async def look_at_servers(endpoints: Sequence[EndpointConfig]) -> list[Finding]:
     servers = [endpoint for endpoint in endpoints if not is_local(endpoint)]
     if not servers:
         return [Finding("ok", "endpoints", "local://: this host without a server")]
-    from gpu_worker_pool.api.http_client import make_session
+    from gpu_worker_pool.api.transport import make_session
 
     async with make_session() as session:
         found = await asyncio.gather(*(_server(session, endpoint) for endpoint in servers))
@@ -36,36 +36,31 @@ async def look_at_servers(endpoints: Sequence[EndpointConfig]) -> list[Finding]:
 
 
 async def _server(session: aiohttp.ClientSession, endpoint: EndpointConfig) -> list[Finding]:
-    from gpu_worker_pool.api.http_client import exchange, status_error, under
-    from gpu_worker_pool.api.replies import parse_json
+    from gpu_worker_pool.api.client import APIClient
 
-    name, url = endpoint.endpoint_id, under(endpoint.url, "/")
+    name = endpoint.endpoint_id
+    client = APIClient(endpoint.url, lambda: session, timeout_seconds=ENDPOINT_SECONDS)
     try:
         sent_at = time.time()
-        home = await exchange(session, "GET", url, timeout_seconds=ENDPOINT_SECONDS)
+        home = await client.home()
         took_seconds = time.time() - sent_at
-        if home.status != 200:
-            raise status_error("GET", url, home, "is this a GPU server?")
-        health = await exchange(session, "GET", under(endpoint.url, "/health"), timeout_seconds=ENDPOINT_SECONDS)
-        said, told = parse_json(home.body or b""), parse_json(health.body or b"")
+        health = await client.health()
     except GPUWorkerPoolError as error:
         return [Finding("wrong", name, str(error), f"on that host: gpu-pool serve; from here: curl {endpoint.url}/")]
-    if not (isinstance(said, dict) and isinstance(told, dict)):
-        return [Finding("wrong", name, f"{endpoint.url} is no GPU server", "is the URL, with its path, the right one?")]
-    findings = [_health_of(name, told)]
-    if "leases" not in (said.get("features") or ()):
+    findings = [_health_of(name, health)]
+    if "leases" not in (home.features or ()):
         advice = "update it" if is_loopback_url(endpoint.url) else "set GPU_POOL_API_KEYS there, GPU_POOL_API_KEY here"
         findings.append(Finding("wrong", name, "it gives no leases to this host", advice))
-    findings += _clock(name, home.headers.get("Date"), sent_at, took_seconds)
+    findings += _clock(name, home.date, sent_at, took_seconds)
     return findings
 
 
-def _health_of(name: str, told: dict[str, Any]) -> Finding:
-    status = told.get("status")
+def _health_of(name: str, health: dict[str, Any]) -> Finding:
+    status = health["status"]
     if status == "healthy":
-        return Finding("ok", name, f"{told.get('gpu_count')} GPUs, read by {told.get('backend')}")
+        return Finding("ok", name, f"{health['gpu_count']} GPUs, read by {health['backend']}")
     worse: Literal["warning", "wrong"] = "warning" if status == "degraded" else "wrong"
-    return Finding(worse, name, f"{status}: {told.get('error')}", "run gpu-pool doctor on that host")
+    return Finding(worse, name, f"{status}: {health['error']}", "run gpu-pool doctor on that host")
 
 
 def _clock(name: str, date: str | None, sent_at: float, took_seconds: float) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.cli.endpoints import chosen_endpoints
 from gpu_worker_pool.config import MultiEndpointConfigurationManager
+from gpu_worker_pool.environment import Environment
 from gpu_worker_pool.gpu_server.settings import ServerSettings, read_environment
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ def _command_line_settings() -> Iterator[Setting]:
 
     yield Setting("GPU_POOL_ADMIN_KEY", _secret(admin_key()), _source("GPU_POOL_ADMIN_KEY", {}), "command line")
     name = "GPU_POOL_ALLOW_INSECURE_KEY"
-    yield Setting(name, str(allows_insecure_key()).lower(), _source(name, {}), "command line")
+    problems: list[str] = []
+    allowed = str(allows_insecure_key(Environment(complain=problems.append))).lower()
+    yield Setting(name, allowed, _source(name, {}), "command line", _problem_of(name, problems))
 
 
 # --- the server's ---

@@ -11,20 +11,20 @@ import click
 \b
 Examples:
   gpu-pool demo
-  gpu-pool demo --simulate 2       with fewer GPUs there is more to wait for
-  gpu-pool demo | cat              plain lines, as in a log
+  gpu-pool demo --simulate 2       fewer GPUs, more waiting
+  gpu-pool demo | cat              one line per event
 """,
 )
 @click.option(
-    "--simulate", type=click.IntRange(1, 64), metavar="N", help="Pretend to have so many GPUs, whatever is there."
+    "--simulate", type=click.IntRange(1, 64), metavar="N", help="Use N simulated GPUs even if there are real ones."
 )
-@click.option("--plain", is_flag=True, help="One line for everything that happens, also on a terminal.")
+@click.option("--plain", is_flag=True, help="Print one line per event, also on a terminal.")
 def demo(*, simulate: int | None, plain: bool) -> int:
-    """Start a server, send a dozen workers with different wishes to it, and show who gets what, who waits and why.
+    """Start a server, send a dozen workers with different requirements to it, show who gets what and who waits.
 
-    Uses this host's GPUs if it has any, without putting load on them, else four pretended ones. Everything it makes
-    is in a temporary folder, and gone afterwards. Takes less than 20 seconds.
+    Uses this host's GPUs if it has any, without putting load on them, else four simulated ones. All files are in a
+    temporary folder that is removed at the end. Takes less than 20 seconds.
     """
-    from gpu_worker_pool.cli.demo.demonstration import demonstrate
+    from gpu_worker_pool.cli.demo import demonstrate
 
     return demonstrate(simulate=simulate, is_plain=plain)

@@ -31,10 +31,10 @@ def explain(
     Asks for nothing, and takes nobody's place.
     """
     from gpu_worker_pool.cli.output import print_json
-    from gpu_worker_pool.cli.views.explanation import explain_to_people, explanations
+    from gpu_worker_pool.cli.views.explanation import explanations, print_explanations
 
     found = explanations(endpoints, requirement_options, request_id)
     if as_json:
         print_json(found[0].body if len(found) == 1 else {"endpoints": [each.as_json() for each in found]})
     else:
-        explain_to_people(found)
+        print_explanations(found)

@@ -24,15 +24,15 @@ def status(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
     from gpu_worker_pool.cli.output import print_json
     from gpu_worker_pool.cli.tables import print_line, print_table
     from gpu_worker_pool.cli.views import overview
-    from gpu_worker_pool.cli.views.queries import check_any, look_at_any
+    from gpu_worker_pool.cli.views.queries import check_answers, query_any
 
-    seen = look_at_any(endpoints, overview.everything_of)
+    answers = query_any(endpoints, overview.everything_of)
     if as_json:
-        print_json(overview.as_json(seen))
-    check_any(seen)
+        print_json(overview.as_json(answers))
+    check_answers(answers)
     if as_json:
         return
-    for number, part in enumerate(overview.parts(seen)):
+    for number, part in enumerate(overview.parts(answers)):
         if number and part.title:
             print_line()
         if part.title and not part.rows:

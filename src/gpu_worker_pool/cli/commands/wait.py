@@ -13,9 +13,9 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option, lease_opti
 from gpu_worker_pool.cli.running.environment import lease_variables, visible_devices
 from gpu_worker_pool.cli.running.front import Front, InterruptedBySignal, end_like
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec, worker_name
-from gpu_worker_pool.cli.running.proc import process_stat
 from gpu_worker_pool.cli.running.processes import calling_shell
 from gpu_worker_pool.cli.running.progress import Progress
+from gpu_worker_pool.proc import process_stat
 
 if TYPE_CHECKING:
     from gpu_worker_pool.cli.running.lease_spec import Patience

@@ -1,58 +1,62 @@
-"""The keeper's own program: asks for a GPU, holds it for a command or for another process, and gives it back.
+"""The program of the lease process: acquires a GPU, holds it for a command or for another process, gives it back.
 
-It talks to `gpu-pool` by messages, and outlives it if need be.
+It exchanges messages with `gpu-pool`, and outlives it if need be.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
-import random
 import select
 import signal
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.cli.endpoints import is_endpoint_named
 from gpu_worker_pool.cli.logs import configure_logs
-from gpu_worker_pool.cli.running.asking import Asking
-from gpu_worker_pool.cli.running.holding import LOST, Holding
 from gpu_worker_pool.cli.running.lease_process import PASSED_ON
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
 from gpu_worker_pool.cli.running.processes import processes_of_lease, until_gone
-from gpu_worker_pool.cli.running.services import asks_for, load_local
+from gpu_worker_pool.cli.running.services import load_local, requests_for
 from gpu_worker_pool.cli.statuses import Status, status_of
-from gpu_worker_pool.core.backoff import backoff_seconds
-from gpu_worker_pool.errors import GPUWorkerPoolError, ServiceUnavailableError, WorkerTimeoutError
+from gpu_worker_pool.errors import GPUWorkerPoolError, StaleAssignmentError
+from gpu_worker_pool.leases.acquisition import FIRST_ANSWER_SECONDS, Acquisition, Candidate
+from gpu_worker_pool.leases.engine import LeaseEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gpu_worker_pool.cli.running.channel import Channel
-    from gpu_worker_pool.cli.running.values import Service
-    from gpu_worker_pool.leases.values import HeldLease, StillWaiting
+    from gpu_worker_pool.leases.endpoint_request import EndpointRequest
+    from gpu_worker_pool.leases.lease import HeldLease
+    from gpu_worker_pool.leases.service import LeaseService
 
-#: So many reasons are told at most; a host with more GPUs is explained by its summary.
+#: A host with more GPUs is explained by its summary.
 MOST_REASONS: Final = 32
+#: The interval of progress reports; a grant does not wait for it.
+POLL_SECONDS: Final = 2.0
+#: With `--no-wait`: how long to wait for the first answers.
+NO_WAIT_SECONDS: Final = 5.0
+#: Time budget for cancelling the requests at other endpoints; what is left then expires.
+CANCEL_SECONDS: Final = 1.0
 REST_AFTER_SECONDS: Final = 2.0
-#: A server that does not take a lease back in this time is away: nobody waits for it any longer.
-RELEASE_SECONDS: Final = 4.0
 
 
 def run_lease_program(channel: Channel, words: Sequence[str]) -> None:
-    """In a process of its own, which it ends with. `words`: the command line, which others are reading meanwhile."""
+    """Runs until its process ends. `words`: the command line, which `gpu-pool` parses meanwhile."""
     if not is_endpoint_named(words):
         load_local()  # while the command line is being read
     configure_logs()
-    gc.freeze()  # what was loaded stays; nobody need look at it again
+    gc.freeze()  # what was loaded stays
     gc.enable()
-    asked = _until_asked(channel)
-    if asked is None:
+    spec = _until_asked(channel)
+    if spec is None:
         return
-    if asked.for_pid is not None:
+    if spec.for_pid is not None:
         os.setsid()
-    asyncio.run(_LeaseProgram(channel, asked).live())
+    asyncio.run(_LeaseProgram(channel, spec).live())
 
 
 def _until_asked(channel: Channel) -> LeaseSpec | None:
@@ -62,44 +66,43 @@ def _until_asked(channel: Channel) -> LeaseSpec | None:
 
 
 class _LeaseProgram:
-    def __init__(self, channel: Channel, asked: LeaseSpec) -> None:
+    def __init__(self, channel: Channel, spec: LeaseSpec) -> None:
         self._channel = channel
-        self._asked = asked
+        self._spec = spec
         self._command_pid: int | None = None
         self._summary = ""
-        self._services: list[Service] = []
-        self._asking: Asking | None = None
-        #: Nobody wants the GPU any more: it was said so, or whoever could has gone.
+        self._engine = LeaseEngine(
+            lambda _, reason: self._channel.send("lost", text=reason),
+            lambda _, text: self._channel.send("told", text=text),
+            is_overdue_final=False,
+            cancel_seconds=CANCEL_SECONDS,
+        )
+        #: The GPU is not needed any more: `gpu-pool` said so, or its user interrupted it.
         self._is_over = asyncio.Event()
-        #: `gpu-pool` itself has gone, without saying anything.
+        #: `gpu-pool` itself is gone, without a word.
         self._is_alone = asyncio.Event()
-        #: The command has ended and has left nothing behind; of a `wait`: its shell knows of the GPU.
+        #: The command has ended and left nothing behind; for a `wait`: its shell knows of the GPU.
         self._is_clean = self._is_taken = False
 
     async def live(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._channel.fileno(), self._hear)
         # Every signal is blocked, so that Ctrl-Z and Ctrl-C do not reach us; but a `wait` has left the group.
-        if self._asked.for_pid is not None:
+        if self._spec.for_pid is not None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._is_over.set)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         try:
-            found = await self._ask()
-        except WorkerTimeoutError as error:
-            self._fail_in_time(error)
+            lease = await self._acquire()
         except GPUWorkerPoolError as error:  # of which some are a ValueError, too
             self._fail(error, status_of(error))
         except ValueError as error:
             self._fail(error, Status.USAGE)
         else:
-            if found is not None:
-                await self._hold(*found)
+            if lease is not None:
+                await self._hold(lease)
         finally:
-            if self._asking is not None:
-                await self._asking.until_given_up()
-            for service in self._services:
-                service.forget()
+            await self._engine.stop(CANCEL_SECONDS)
 
     # --- what is heard ---
 
@@ -123,49 +126,64 @@ class _LeaseProgram:
                 case "stop":
                     self._is_over.set()
 
-    # --- asking ---
+    # --- acquiring ---
 
-    async def _ask(self) -> tuple[Service, HeldLease] | None:
-        """None if nobody wants it any more."""
-        patience = self._asked.patience
-        asks = asks_for(self._asked)
-        self._services = [service for service, _ in asks]
-        self._asking = Asking(asks, self._tell_waiting, self._tell_trouble)
-        asking = asyncio.create_task(
-            self._asking.lease(patience.timeout_seconds, is_no_wait=patience.is_no_wait),
+    async def _acquire(self) -> HeldLease | None:
+        """None if it is not needed any more, or there is none in time, which was reported."""
+        limit = self._spec.patience
+        first_answer_seconds = NO_WAIT_SECONDS if limit.is_no_wait else FIRST_ANSWER_SECONDS
+        acquisition = Acquisition(
+            self._engine,
+            [Candidate(self._engine.endpoint(service), request) for service, request in requests_for(self._spec)],
+            timeout_seconds=0.0 if limit.is_no_wait else limit.timeout_seconds or math.inf,
+            first_answer_seconds=first_answer_seconds,
+            poll_seconds=POLL_SECONDS,
+            on_news=self._report,
         )
+        acquiring = asyncio.create_task(acquisition.run())
         ends = [asyncio.create_task(event.wait()) for event in (self._is_over, self._is_alone)]
-        await asyncio.wait([asking, *ends], return_when=asyncio.FIRST_COMPLETED)
-        if not asking.done():
-            asking.cancel()
-            with suppress(asyncio.CancelledError, GPUWorkerPoolError):
-                await asking
+        await asyncio.wait([acquiring, *ends], return_when=asyncio.FIRST_COMPLETED)
+        if not acquiring.done():
+            acquisition.withdraw()
+            with suppress(GPUWorkerPoolError):
+                await acquiring
             return None
-        return asking.result()
+        try:
+            return acquiring.result()
+        except TimeoutError as error:
+            if isinstance(error, GPUWorkerPoolError):
+                raise
+            self._fail_in_time(acquisition)
+            return None
 
-    def _tell_waiting(self, service: Service, waiting: StillWaiting) -> None:
-        summary, *reasons = waiting.reasons or ("waiting",)
-        self._summary = summary
-        self._channel.send(
-            "waiting",
-            endpoint=service.endpoint_id,
-            position=waiting.position,
-            summary=summary,
-            reasons=reasons[:MOST_REASONS],
-        )
+    def _report(self, request: EndpointRequest) -> None:
+        if self._spec.patience.is_no_wait:
+            self._summary = next(iter(request.waiting.reasons), "") if request.waiting is not None else self._summary
+        elif request.trouble is not None:
+            self._channel.send("trouble", endpoint=request.name, text=str(request.trouble))
+        elif request.waiting is not None and request.lease is None and request.error is None:
+            summary, *reasons = request.waiting.reasons or ("waiting",)
+            self._summary = summary
+            self._channel.send(
+                "waiting",
+                endpoint=request.name,
+                position=request.waiting.position,
+                summary=summary,
+                reasons=reasons[:MOST_REASONS],
+            )
 
-    def _tell_trouble(self, service: Service, error: GPUWorkerPoolError) -> None:
-        self._channel.send("trouble", endpoint=service.endpoint_id, text=str(error))
-
-    def _fail_in_time(self, error: WorkerTimeoutError) -> None:
-        patience = self._asked.patience
-        if isinstance(error, ServiceUnavailableError):
-            self._fail(error, Status.UNAVAILABLE)
-        elif patience.is_no_wait:
-            self._fail(f"nothing is free now: {error}", Status.NOT_NOW)
+    def _fail_in_time(self, acquisition: Acquisition) -> None:
+        limit, requests = self._spec.patience, acquisition.requests.values()
+        if not any(request.waiting is not None and request.trouble is None for request in requests):
+            details = "; ".join(
+                f"{request.name}: {request.error or request.trouble or 'has not answered'}" for request in requests
+            )
+            self._fail(f"no endpoint answered the request: {details}", Status.UNAVAILABLE)
+        elif limit.is_no_wait:
+            self._fail(f"nothing is free now: {self._summary}", Status.NOT_NOW)
         else:
             why = f": {self._summary}" if self._summary else ""
-            when = f"in {patience.timeout_seconds:g} s" if patience.timeout_seconds else "at once"
+            when = f"in {limit.timeout_seconds:g} s" if limit.timeout_seconds else "at once"
             self._fail(f"no GPU became free {when}{why}", Status.TIMED_OUT)
 
     def _fail(self, error: object, status: Status) -> None:
@@ -173,7 +191,7 @@ class _LeaseProgram:
 
     # --- holding ---
 
-    async def _hold(self, service: Service, lease: HeldLease) -> None:
+    async def _hold(self, lease: HeldLease) -> None:
         self._channel.send(
             "granted",
             lease_id=lease.lease_id,
@@ -181,29 +199,18 @@ class _LeaseProgram:
             gpus=[{"gpu_id": gpu.index, "uuid": gpu.uuid, "name": gpu.name} for gpu in lease.gpus],
             is_inherited=lease.is_inherited,
         )
-        resting = asyncio.create_task(_rest_soon(service))
-        holding = Holding(service, lease, self._tell, self._tell_lost)
-        keeping = None if lease.is_inherited else asyncio.create_task(holding.keep())
-        if self._asked.for_pid is None:
+        resting = asyncio.create_task(_rest_soon(lease.service))
+        if self._spec.for_pid is None:
             is_clean = await self._until_command_ended(lease)
         else:
-            is_clean = await self._until_pid_ended(keeping)
+            is_clean = await self._until_pid_ended(lease)
         resting.cancel()
-        if keeping is not None:
-            keeping.cancel()
-            await asyncio.wait([keeping])
-            if is_clean:
-                await self._give_back(service, lease)
-            else:
-                # It is left to expire: its GPU is in quarantine then, until nothing is seen of what still runs. Until
-                # then its owner may still end it, who may know better.
-                self._services.remove(service)
-
-    def _tell(self, text: str) -> None:
-        self._channel.send("told", text=text)
-
-    def _tell_lost(self, text: str) -> None:
-        self._channel.send("lost", text=text)
+        if is_clean or lease.is_inherited:
+            await self._give_back(lease)
+        else:
+            # What still runs may use the GPU, so it stays in quarantine until readings show nothing of that. Its owner,
+            # who may know better, can still end it.
+            self._engine.let_expire(lease)
 
     async def _until_command_ended(self, lease: HeldLease) -> bool:
         """Whether nothing of it is left."""
@@ -216,45 +223,31 @@ class _LeaseProgram:
             await until_gone(self._command_pid)
         return not processes_of_lease(lease.lease_id)
 
-    async def _until_pid_ended(self, keeping: asyncio.Task[None] | None) -> bool:
-        """Of a `wait`: for as long as its shell lives, once that knows of the GPU, and there is a lease to keep."""
+    async def _until_pid_ended(self, lease: HeldLease) -> bool:
+        """Of a `wait`: for as long as its shell lives, once that knows of the GPU, and the lease is held."""
         await self._is_alone.wait()
         if not self._is_taken:
             return True
         _leave_the_terminal()
-        assert self._asked.for_pid is not None
-        ends: list[asyncio.Task[Any]] = [
-            asyncio.create_task(until_gone(self._asked.for_pid)),
+        assert self._spec.for_pid is not None
+        ends = [
+            asyncio.create_task(until_gone(self._spec.for_pid)),
             asyncio.create_task(self._is_over.wait()),
+            asyncio.create_task(lease.wait()),
         ]
-        if keeping is not None:
-            ends.append(keeping)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return True
 
-    async def _give_back(self, service: Service, lease: HeldLease) -> None:
-        try:
-            async with asyncio.timeout(RELEASE_SECONDS):
-                await service.release(lease)
-        except LOST:
+    async def _give_back(self, lease: HeldLease) -> None:
+        with suppress(StaleAssignmentError):
+            await self._engine.release(lease)
+        if not self._engine.is_retrying:
             return
-        except (GPUWorkerPoolError, TimeoutError) as error:
-            self._tell(f"the lease cannot be given back yet, and is tried on: {str(error) or 'no answer in time'}")
-        else:
-            return
-        # Nobody waits for a server that is away: we go on alone.
+        # `gpu-pool` need not wait for a server that is down: this process goes on alone.
         _leave_the_terminal()
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
         self._channel.close()
-        attempt = 0
-        with suppress(TimeoutError, *LOST):
-            async with asyncio.timeout(lease.ask.ttl_seconds):
-                while True:
-                    await asyncio.sleep(backoff_seconds(attempt, random.random(), longest=5.0) + 0.2)  # noqa: S311
-                    attempt += 1
-                    with suppress(GPUWorkerPoolError):
-                        await service.release(lease)
-                        return
+        await self._engine.until_settled(lease.ttl_seconds)
 
 
 def _signals_we_got() -> list[tuple[int, int]]:
@@ -265,8 +258,8 @@ def _signals_we_got() -> list[tuple[int, int]]:
     return got
 
 
-async def _rest_soon(service: Service) -> None:
-    """Not at once: many a command is over in a moment."""
+async def _rest_soon(service: LeaseService) -> None:
+    """Not at once: many commands are over in a moment."""
     await asyncio.sleep(REST_AFTER_SECONDS)
     await service.rest()
 

@@ -1,4 +1,4 @@
-"""Whom to ask for a lease, and in which words: the services behind the endpoints that a command means."""
+"""The lease services behind the endpoints that a command names, and the request as each of them is sent it."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import TYPE_CHECKING, Any
 from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local, local_backend
 from gpu_worker_pool.cli.local_state import local_state_directory, new_privacy_warning
 from gpu_worker_pool.config import MultiEndpointConfigurationManager
+from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.core.requirements import Requirements
 from gpu_worker_pool.errors import ImpossibleRequestError
-from gpu_worker_pool.leases.values import LeaseAsk, requirements_at
+from gpu_worker_pool.leases.service import requirements_at, sent_as_new
 
 if TYPE_CHECKING:
     from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
-    from gpu_worker_pool.cli.running.values import Service
     from gpu_worker_pool.config import EndpointConfig
+    from gpu_worker_pool.leases.service import LeaseService
 
 logger = logging.getLogger(__name__)
 
 
-def asks_for(asked: LeaseSpec) -> list[tuple[Service, LeaseAsk]]:
-    """Raises a `ValueError` for what makes no sense, and `ImpossibleRequestError` where nobody could grant it."""
+def requests_for(spec: LeaseSpec) -> list[tuple[LeaseService, Request]]:
+    """Raises a `ValueError` for what makes no sense, and `ImpossibleRequestError` where no endpoint could grant it."""
     environment = MultiEndpointConfigurationManager()
-    ttl_seconds = asked.ttl_seconds or environment.get_lease_ttl()
-    requirements = requirements_of(asked.requirement_options, environment)
-    asks: list[tuple[Service, LeaseAsk]] = []
-    for endpoint in chosen_endpoints(asked.endpoints):
+    ttl_seconds = spec.ttl_seconds or environment.get_lease_ttl()
+    requirements = requirements_of(spec.requirement_options, environment)
+    found: list[tuple[LeaseService, Request]] = []
+    for endpoint in chosen_endpoints(spec.endpoints):
         here = requirements_at(endpoint.endpoint_id, requirements)
-        if here is None:
-            continue
-        service = _service(endpoint, environment)
-        asks.append((service, LeaseAsk.new(asked.worker_id, here, asked.label, ttl_seconds)))
-    if not asks:
+        if here is not None:
+            request = Request("", here, spec.worker_id, label=spec.label, ttl_seconds=ttl_seconds)
+            found.append((_service(endpoint, environment), sent_as_new(request)))
+    if not found:
         raise ImpossibleRequestError(reasons=(f"no endpoint has a GPU called {', '.join(requirements.only or ())}",))
-    return asks
+    return found
 
 
 def requirements_of(
     requirement_options: dict[str, Any], environment: MultiEndpointConfigurationManager
 ) -> Requirements:
     requirements = Requirements(**requirement_options)
-    if requirements.share:  # for those, thresholds count only where they are named
+    if requirements.share:  # for sharing requests, thresholds count only where they are named
         return requirements
     memory, utilization = requirements.memory_threshold, requirements.utilization_threshold
     return replace(
@@ -54,21 +54,25 @@ def requirements_of(
 
 
 def load_local() -> None:
-    """Beforehand, so that it need not be waited for later."""
-    from gpu_worker_pool.cli.running import local_leases  # noqa: F401
+    """Load it early, while the command line is being read."""
+    from gpu_worker_pool.leases import local  # noqa: F401
 
 
-def _service(endpoint: EndpointConfig, environment: MultiEndpointConfigurationManager) -> Service:
+def _service(endpoint: EndpointConfig, environment: MultiEndpointConfigurationManager) -> LeaseService:
     if is_local(endpoint):
-        from gpu_worker_pool.cli.running.local_leases import LocalLeaseService
+        from gpu_worker_pool.leases.local import LocalLeaseService, LocalSettings
 
         directory = local_state_directory()
         if (warning := new_privacy_warning(directory)) is not None:
             logger.error("%s", warning)
-        return LocalLeaseService(
-            local_backend(), str(directory), inherited_lease_id=os.environ.get("GPU_POOL_LEASE_ID")
+        settings = LocalSettings(
+            local_backend(),
+            str(directory),
+            os.environ.get("CUDA_VISIBLE_DEVICES"),
+            os.environ.get("GPU_POOL_LEASE_ID", "").strip() or None,
         )
-    # HTTP takes longer to load than all the rest: it is not for those who need none.
-    from gpu_worker_pool.cli.running.http_leases import http_leases
+        return LocalLeaseService(endpoint.endpoint_id, settings)
+    # HTTP takes longer to load than all the rest, so it is loaded only where it is used.
+    from gpu_worker_pool.cli.running.remembered_leases import server_leases
 
-    return http_leases(endpoint, environment)
+    return server_leases(endpoint, environment)

@@ -1,4 +1,4 @@
-"""What the tables' cells say of leases, waiters and GPUs: from the bodies of the HTTP API, in words for eyes."""
+"""The cells of the tables of leases, waiting requests and GPUs, from the bodies of the HTTP API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lease_cells(row: Row) -> list[str]:
         row["lease_id"],
         ",".join(str(gpu["gpu_id"]) for gpu in row["gpus"]),
         holder(row),
-        spoken_seconds(row["held_seconds"]),
+        _duration(row["held_seconds"]),
         promised(row),
         spoken_mb(row["memory_used_mb"]),
         lease_state(row),
@@ -35,51 +35,50 @@ def lease_state(row: Row) -> str:
     if quarantine:
         return f"quarantined: {quarantine['reason']}"
     if row.get("is_idle"):
-        return f"idle for {spoken_seconds(row['idle_seconds'])}"
-    state: str = row["state"]
+        return f"idle for {_duration(row['idle_seconds'])}"
+    state: str = row["state"] or "?"
     return state
 
 
 def holder(row: Row) -> str:
-    """Who it is, and as whom, where those who ask without a server are told apart by their user."""
     name: str = row["worker_id"] or row.get("request_id") or "?"
     return name
 
 
 def promised(row: Row) -> str:
-    """How much memory it was promised on each GPU."""
+    """Memory reserved on each GPU."""
     if row["memory_mb"] is None:
         return "all"
     return spoken_mb(row["memory_mb"])
 
 
 def queue_cells(row: Row) -> list[str]:
-    priority = f", priority {row['priority']}" if row["priority"] else ""
+    count, priority = row["count"] or 1, f", priority {row['priority']}" if row["priority"] else ""
     return [
-        str(row["position"]),
+        "?" if row["position"] is None else str(row["position"]),
         row["request_id"],
         row["worker_id"] or "?",
-        spoken_seconds(row["waiting_seconds"]),
-        f"{row['count']} GPU{'s' if row['count'] > 1 else ''}{priority}",
+        _duration(row["waiting_seconds"]),
+        f"{count} GPU{'s' if count > 1 else ''}{priority}",
         row["reasons"][0] if row["reasons"] else "",
         row["label"] or "",
     ]
 
 
 def waiting_cells(row: Row) -> list[str]:
-    """In short, beside the GPUs."""
+    """The short form, below the GPUs."""
     cells = dict(zip(QUEUE_COLUMNS, queue_cells(row), strict=True))
     return [cells[name] for name in WAITING_COLUMNS]
 
 
 def gpu_rows(row: Row, leases: Iterable[Row]) -> list[list[str]]:
-    """One GPU, and a line for each of those who have it."""
+    """One GPU, with a line for each of its holders."""
     on_it = leases_on(row, leases)
     gpu = [str(row["gpu_id"]), memory_cell(row), load_cell(row), gpu_state(row, on_it)]
     holders = [
         [
             holder(lease) + (f" ({lease['label']})" if lease["label"] else ""),
-            spoken_seconds(lease["held_seconds"]),
+            _duration(lease["held_seconds"]),
             promised(lease),
             used_in_all(lease),
         ]
@@ -89,18 +88,22 @@ def gpu_rows(row: Row, leases: Iterable[Row]) -> list[list[str]]:
 
 
 def used_in_all(row: Row) -> str:
-    """A lease of several GPUs tells only the sum, which may be more than one of them has."""
+    """Of a lease of several GPUs only the sum is known, which may exceed the memory of one."""
     used = spoken_mb(row["memory_used_mb"])
     return used if len(row["gpus"]) == 1 else f"{used} of {len(row['gpus'])} GPUs"
 
 
 def memory_cell(row: Row) -> str:
-    memory = row["memory"]
+    memory = row["memory"] or {"used_mb": None, "total_mb": None}
     return f"{_gib(memory['used_mb'])}/{_gib(memory['total_mb'])} GiB"
 
 
 def load_cell(row: Row) -> str:
     return "?" if row["utilization_percent"] is None else f"{row['utilization_percent']:.0f} %"
+
+
+def _duration(seconds: float | None) -> str:
+    return "?" if seconds is None else spoken_seconds(seconds)
 
 
 def _gib(megabytes: float | None) -> str:
@@ -116,12 +119,12 @@ def gpu_state(row: Row, on_it: list[Row]) -> str:
         return "shared" if all(lease["share"] for lease in on_it) else "held"
     obstacles = row.get("obstacles")
     if obstacles is None:
-        return "unknown"  # the ledger cannot be read, or it is a server that has none, or an older one
+        return "unknown"  # the ledger cannot be read, or the server has none
     return "busy" if obstacles else "free"
 
 
 def _outsiders(row: Row) -> str:
-    """Processes of those who asked nobody."""
+    """Processes without a lease."""
     return ", ".join(
         f"{process['name'] or '?'} ({process['user'] or 'pid'} {process['pid']})"
         for process in (row.get("processes") or [])[:3]

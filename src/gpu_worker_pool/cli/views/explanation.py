@@ -1,4 +1,4 @@
-"""Explanations of endpoints, gathered and shown."""
+"""Collects why a request waits, from every endpoint, and prints it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from gpu_worker_pool.cli.failures import CommandError
 from gpu_worker_pool.cli.running.services import requirements_of
 from gpu_worker_pool.cli.statuses import Status
 from gpu_worker_pool.cli.tables import print_line, print_table
-from gpu_worker_pool.cli.views.lists import tell_failures
-from gpu_worker_pool.cli.views.queries import look
+from gpu_worker_pool.cli.views.lists import print_failures
+from gpu_worker_pool.cli.views.queries import query
 from gpu_worker_pool.config import MultiEndpointConfigurationManager
-from gpu_worker_pool.leases.values import requirements_at
+from gpu_worker_pool.leases.service import requirements_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.cli.views.queries import Body, Host
 
 
-class Explained(NamedTuple):
+class EndpointExplanation(NamedTuple):
     endpoint: str
     body: dict[str, Any]
 
@@ -29,13 +29,13 @@ class Explained(NamedTuple):
 
 def explanations(
     endpoints: Sequence[str], requirement_options: dict[str, Any], request_id: str | None
-) -> list[Explained]:
+) -> list[EndpointExplanation]:
     try:
         requirements = requirements_of(requirement_options, MultiEndpointConfigurationManager())
     except ValueError as error:
         raise CommandError(str(error), Status.USAGE) from None
 
-    async def ask(host: Host) -> Body | None:
+    async def explain(host: Host) -> Body | None:
         if request_id is not None:
             return await host.explain_request(request_id)
         here = requirements_at(host.endpoint.endpoint_id, requirements)
@@ -43,16 +43,16 @@ def explanations(
             return None
         return await host.explain_requirements(here)
 
-    seen = look(endpoints, ask)
-    tell_failures(seen)
-    found = [Explained(each.endpoint.endpoint_id, each.body) for each in seen if each.body is not None]
+    answers = query(endpoints, explain)
+    print_failures(answers)
+    found = [EndpointExplanation(each.endpoint.endpoint_id, each.body) for each in answers if each.body is not None]
     if not found:
         what = f"no request {request_id!r} waits; gpu-pool queue lists those that do"
         raise CommandError(what if request_id is not None else "no endpoint has a GPU of that name", Status.FAILED)
     return found
 
 
-def explain_to_people(found: Sequence[Explained]) -> None:
+def print_explanations(found: Sequence[EndpointExplanation]) -> None:
     for endpoint, body in found:
         where = f"{endpoint}: " if len(found) > 1 else ""
         print_line(f"{where}{body['summary']}")

@@ -1,4 +1,4 @@
-"""Lists of what endpoints have, as a table or as the body that the HTTP API has for it."""
+"""Prints lists of leases and of waiting requests, as a table or as the JSON of the HTTP API."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 from gpu_worker_pool.cli.output import print_json
 from gpu_worker_pool.cli.printable import printable
 from gpu_worker_pool.cli.tables import print_table
-from gpu_worker_pool.cli.views.queries import look, merged
+from gpu_worker_pool.cli.views.queries import merged, query
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from gpu_worker_pool.cli.views.queries import Body, Host, Seen
+    from gpu_worker_pool.cli.views.queries import Body, Host, HostAnswer
 
 
 def print_list(
     endpoints: Sequence[str],
-    ask: Callable[[Host], Awaitable[Body]],
+    get_list: Callable[[Host], Awaitable[Body]],
     name: str,
     columns: Sequence[str],
     cells: Callable[[dict[str, Any]], list[str]],
@@ -26,19 +26,19 @@ def print_list(
     as_json: bool,
     nothing: str,
 ) -> None:
-    """`nothing`: what is said of an empty list."""
-    seen = look(endpoints, ask)
-    body = merged(seen, name)
+    """`nothing`: what is printed instead of an empty table."""
+    answers = query(endpoints, get_list)
+    body = merged(answers, name)
     if as_json:
         print_json(body)
         return
-    is_many = len(seen) > 1
+    is_many = len(answers) > 1
     rows = [([row["endpoint"]] if is_many else []) + cells(row) for row in body[name]]
     print_table([*(["endpoint"] if is_many else []), *columns], rows, nothing=nothing)
-    tell_failures(seen)
+    print_failures(answers)
 
 
-def tell_failures(seen: Sequence[Seen]) -> None:
-    for each in seen:
+def print_failures(answers: Sequence[HostAnswer]) -> None:
+    for each in answers:
         if each.error is not None:
             sys.stderr.write(f"gpu-pool: {printable(f'{each.endpoint.endpoint_id}: {each.error}')}\n")

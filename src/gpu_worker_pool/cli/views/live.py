@@ -1,4 +1,4 @@
-"""A view of the endpoints that is kept up to date: on a terminal in place, elsewhere as one text after the other."""
+"""`gpu-pool top`: redraws the overview at an interval; without a terminal it prints one text after the other."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 from gpu_worker_pool.cli.printable import printable
 from gpu_worker_pool.cli.tables import is_pretty, make_console, make_table, plain_table, print_line
 from gpu_worker_pool.cli.views import overview
-from gpu_worker_pool.cli.views.queries import ask_all, check_any, open_hosts
+from gpu_worker_pool.cli.views.queries import check_answers, open_hosts, query_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rich.console import RenderableType
 
-    from gpu_worker_pool.cli.views.queries import Host, Seen, Unopened
+    from gpu_worker_pool.cli.views.queries import Host, HostAnswer, Unopened
 
 
 def show_live(endpoints: Sequence[str], interval_seconds: float, count: int | None, *, as_json: bool = False) -> None:
     try:
         asyncio.run(_show(endpoints, interval_seconds, count, as_json=as_json))
     except KeyboardInterrupt:
-        return  # that is how one leaves it
+        return  # the usual way to leave it
 
 
 async def _show(endpoints: Sequence[str], interval_seconds: float, count: int | None, *, as_json: bool) -> None:
@@ -38,20 +38,26 @@ async def _show(endpoints: Sequence[str], interval_seconds: float, count: int | 
 
         with Live(console=make_console(), screen=count is None, auto_refresh=False) as live:
             await _repeat(
-                hosts, interval_seconds, count, lambda seen: live.update(rendered(overview.parts(seen)), refresh=True)
+                hosts,
+                interval_seconds,
+                count,
+                lambda answers: live.update(rendered(overview.parts(answers)), refresh=True),
             )
 
 
 async def _repeat(
-    hosts: Sequence[Host | Unopened], interval_seconds: float, count: int | None, show: Callable[[list[Seen]], object]
+    hosts: Sequence[Host | Unopened],
+    interval_seconds: float,
+    count: int | None,
+    show: Callable[[list[HostAnswer]], object],
 ) -> None:
     number = 0
     while True:
         begun_at = time.monotonic()
-        seen = await ask_all(hosts, overview.everything_of)
+        answers = await query_hosts(hosts, overview.everything_of)
         if number == 0:
-            check_any(seen)  # later, what was there before may be there again
-        show(seen)
+            check_answers(answers)  # an endpoint that fails later may come back
+        show(answers)
         number += 1
         if number == count:
             return
@@ -71,15 +77,15 @@ def rendered(parts: Sequence[overview.Part]) -> RenderableType:
     return Group(*shown)
 
 
-def _print_json(seen: list[Seen]) -> None:
-    """A line each time, so that whoever reads along knows where one ends."""
-    sys.stdout.write(json.dumps(overview.as_json(seen), allow_nan=False) + "\n")
+def _print_json(answers: list[HostAnswer]) -> None:
+    """One line each time, so that a reader knows where one ends."""
+    sys.stdout.write(json.dumps(overview.as_json(answers), allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
-def _print_plain(seen: list[Seen]) -> None:
+def _print_plain(answers: list[HostAnswer]) -> None:
     print_line(f"{datetime.now():%H:%M:%S}")
-    for part in overview.parts(seen):
+    for part in overview.parts(answers):
         if part.title:
             print_line(part.title)
         for line in plain_table(part.columns, part.rows) if part.rows else [part.nothing]:

@@ -1,4 +1,4 @@
-"""This host without a server, to be looked at: its readings and its ledger, told in the words of the HTTP API."""
+"""This host without a server as a `Host` of the views: its samples and its ledger, in the bodies of the HTTP API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from gpu_worker_pool.api.lease_rows import explanation_body, lease_row, promise,
 from gpu_worker_pool.broker.local import LocalBroker
 from gpu_worker_pool.cli.endpoints import local_backend
 from gpu_worker_pool.cli.local_state import local_state_directory
-from gpu_worker_pool.cli.visible import within_visible_devices
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.errors import (
@@ -22,7 +21,9 @@ from gpu_worker_pool.errors import (
     ServiceRefusedError,
     UnknownLeaseError,
 )
+from gpu_worker_pool.hardware.leasable import within_visible
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
+from gpu_worker_pool.hardware.visibility import VisibilityFilter
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
@@ -84,7 +85,7 @@ class LocalHost:
             await self._known_sample()
         broker, sample = self._host.broker, self._host.seen.good
         if sample is not None:
-            broker.usages.take(sample, leases)  # it may have come before it was known who holds what
+            broker.usages.take(sample, leases)  # the sample may have come before the leases were known
         return {"leases": [lease_row(lease, broker.usage_of(lease)) for lease in leases]}
 
     async def queue(self) -> Body:
@@ -100,24 +101,24 @@ class LocalHost:
     async def explain_requirements(self, requirements: Requirements) -> Body:
         sample = await self._sample()
         assert isinstance(sample.answer, DriverAnswer)
-        requirements = within_visible_devices(requirements, sample.answer.gpus)
+        requirements = within_visible(requirements, sample.answer.gpus, _visible_devices())
         broker = self._host.broker
         explanation = await _in_time(broker.explain_requirements(requirements))
         return explanation_body("", explanation, broker.index_of)
 
-    async def release(self, lease_id: str) -> bool:
+    async def end_lease(self, lease_id: str) -> bool:
         lease = next((lease for lease in await self._leases() if lease.lease_id == lease_id), None)
         if lease is None:
             return False
         _check_ours(lease.request, f"lease {lease_id}")
         try:
-            # Whose it is was looked at; and whoever may release it may also end a quarantine.
+            # The owner was checked above; None also allows ending a quarantine.
             await self._host.broker.release(lease_id, None)
         except UnknownLeaseError:
             return False
         return True
 
-    async def cancel(self, request_id: str) -> bool:
+    async def end_request(self, request_id: str) -> bool:
         broker = self._host.broker
         waiting = next((each for each in await self._queue() if each.request.request_id == request_id), None)
         if waiting is None:
@@ -125,7 +126,7 @@ class LocalHost:
         _check_ours(waiting.request, f"request {request_id}")
         return await broker.cancel(request_id, None)
 
-    # --- what must be known first ---
+    # --- what the answers are made from ---
 
     async def _leases(self) -> list[Lease]:
         return await _in_time(self._host.broker.held())
@@ -134,7 +135,7 @@ class LocalHost:
         return await _in_time(self._host.broker.queue())
 
     async def _known_sample(self) -> None:
-        """Whoever explains needs the readings, but can do without."""
+        """Wait for readings; a list or an explanation also works without them."""
         try:
             await self._sample()
         except DriverError:
@@ -145,7 +146,7 @@ class LocalHost:
             async with asyncio.timeout(FIRST_SAMPLE_SECONDS):
                 await self._sampled.wait()
         except TimeoutError:
-            raise DriverError("the driver does not answer; gpu-pool doctor looks closer") from None
+            raise DriverError("the driver does not answer; run gpu-pool doctor") from None
         seen = self._host.seen
         if seen.good is None:
             failure = seen.last.answer if seen.last is not None else None
@@ -154,18 +155,23 @@ class LocalHost:
         return seen.good
 
 
-async def _in_time(looking: Awaitable[T]) -> T:
+async def _in_time(reading: Awaitable[T]) -> T:
     try:
         async with asyncio.timeout(LEDGER_SECONDS):
-            return await looking
+            return await reading
     except TimeoutError:
         raise LedgerUnavailableError(
-            f"the ledger has not answered for {LEDGER_SECONDS:g} s; gpu-pool doctor looks closer"
+            f"the ledger has not answered for {LEDGER_SECONDS:g} s; run gpu-pool doctor"
         ) from None
 
 
 def _check_ours(request: Request, what: str) -> None:
     if os.getuid() == 0 or request.account == f"user:{os.getuid()}":
         return
-    whose = "another user's" if request.account.startswith("user:") else "somebody's who asked a server for it"
+    whose = "another user's" if request.account.startswith("user:") else "that of a program that asked a server for it"
     raise NotYourLeaseError(f"{what} is {whose}: ask them ({request.worker_id or 'unnamed'}), or root")
+
+
+def _visible_devices() -> VisibilityFilter:
+    # Inside a lease that variable says what was leased.
+    return VisibilityFilter(None if os.environ.get("GPU_POOL_LEASE_ID") else os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -1,4 +1,4 @@
-"""All there is to see of the endpoints at one moment: GPUs, who holds them, and who waits."""
+"""What `status` and `top` show: the GPUs of all endpoints, their holders and the waiting requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gpu_worker_pool.errors import ServiceRefusedError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpu_worker_pool.cli.views.queries import Host, Seen
+    from gpu_worker_pool.cli.views.queries import Host, HostAnswer
 
 
 class Part(NamedTuple):
-    """A heading, and a table or what is said instead of one."""
+    """A heading with a table, or with a sentence instead of one."""
 
     title: str
     columns: Sequence[str] = ()
@@ -29,26 +29,26 @@ async def everything_of(host: Host) -> dict[str, Any]:
     try:
         leases, queue = await asyncio.gather(host.leases(), host.queue())
     except ServiceRefusedError:
-        # A server that gives no leases has GPUs all the same.
+        # A server that gives no leases still has GPUs.
         return {**stats, "leases": None, "queue": None}
     return {**stats, "leases": leases["leases"], "queue": queue["queue"]}
 
 
-def as_json(seen: Sequence[Seen]) -> dict[str, Any]:
+def as_json(answers: Sequence[HostAnswer]) -> dict[str, Any]:
     return {
         "endpoints": [
             {"endpoint": each.endpoint.endpoint_id, "url": each.endpoint.url, "error": each.error, **(each.body or {})}
-            for each in seen
+            for each in answers
         ]
     }
 
 
-def parts(seen: Sequence[Seen]) -> list[Part]:
+def parts(answers: Sequence[HostAnswer]) -> list[Part]:
     found: list[Part] = []
-    for each in seen:
+    for each in answers:
         name = each.endpoint.endpoint_id if each.endpoint.endpoint_id == "local" else each.endpoint.url
         if each.error is not None:
-            found.append(Part(name, nothing=f"wrong: {each.error}"))
+            found.append(Part(name, nothing=f"failed: {each.error}"))
             continue
         body = each.body
         leases, queue = body["leases"], body["queue"]
@@ -72,7 +72,7 @@ def _counted(gpus: Sequence[dict[str, Any]]) -> str:
 
 
 def _gpu_table(gpus: Sequence[dict[str, Any]], leases: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Names are told once where all are the same."""
+    """GPUs that all have the same name need no column for it."""
     columns, rows = list(GPU_COLUMNS), []
     is_mixed = len({row["name"] for row in gpus}) > 1
     if is_mixed:
@@ -85,5 +85,5 @@ def _gpu_table(gpus: Sequence[dict[str, Any]], leases: Sequence[dict[str, Any]])
     return columns, rows
 
 
-#: Whoever wants to see more of them asks for the queue.
+#: `gpu-pool queue` lists all of them.
 MOST_WAITING = 20

@@ -1,4 +1,4 @@
-"""What endpoints show of their GPUs, leases and queues, whether over HTTP or of this host: the same bodies for both."""
+"""Queries the endpoints that a command names, at the same time, and collects their answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Body = dict[str, Any]
 
 
 class Host(Protocol):
-    """One endpoint, to be looked at. Every method may raise a `GPUWorkerPoolError`."""
+    """One endpoint. Every method may raise a `GPUWorkerPoolError`."""
 
     @property
     def endpoint(self) -> EndpointConfig: ...
@@ -39,32 +39,32 @@ class Host(Protocol):
         """As `GET /queue`."""
 
     async def explain_request(self, request_id: str) -> Body | None:
-        """As `GET /queue/{request_id}`; None if nobody of that id waits here."""
+        """As `GET /queue/{request_id}`; None if no such request waits."""
 
     async def explain_requirements(self, requirements: Requirements) -> Body:
-        """The same for one who would ask now."""
+        """As `POST /explain`: the same for a request that would be made now."""
 
-    async def release(self, lease_id: str) -> bool:
-        """End a lease; False if there is none of that id."""
+    async def end_lease(self, lease_id: str) -> bool:
+        """False if there is no such lease."""
 
-    async def cancel(self, request_id: str) -> bool:
-        """Take a request out of the queue; False if there is none of that id."""
+    async def end_request(self, request_id: str) -> bool:
+        """Take a request out of the queue; False if there is no such request."""
 
 
 class Unopened(NamedTuple):
-    """An endpoint that cannot even be asked: the others can."""
+    """An endpoint that cannot be queried; the others can."""
 
     endpoint: EndpointConfig
     error: GPUWorkerPoolError
 
 
-class Seen(NamedTuple):
-    """What one endpoint said, or why it did not."""
+class HostAnswer(NamedTuple):
+    """The answer of one endpoint, or its error."""
 
     endpoint: EndpointConfig
     body: Any
     error: str | None
-    #: What that error means to a script.
+    #: The exit status for that error.
     status: Status = Status.FAILED
 
 
@@ -91,7 +91,7 @@ def _open(endpoint: EndpointConfig) -> AbstractAsyncContextManager[Host]:
 
 
 def opened(host: Host | Unopened) -> Host:
-    """Raises what kept it from being opened."""
+    """Raises the error that kept it from being opened."""
     if isinstance(host, Unopened):
         raise host.error
     return host
@@ -104,51 +104,54 @@ def _endpoints(given: Sequence[str]) -> tuple[EndpointConfig, ...]:
         raise CommandError(str(error), Status.USAGE) from None
 
 
-async def ask_all(hosts: Sequence[Host | Unopened], ask: Callable[[Host], Awaitable[T]]) -> list[Seen]:
-    """What each says, at the same time, or why it does not."""
+async def query_hosts(hosts: Sequence[Host | Unopened], query: Callable[[Host], Awaitable[T]]) -> list[HostAnswer]:
+    """All at the same time."""
 
-    async def one(host: Host | Unopened) -> Seen:
+    async def one(host: Host | Unopened) -> HostAnswer:
         try:
-            return Seen(host.endpoint, await ask(opened(host)), None)
+            return HostAnswer(host.endpoint, await query(opened(host)), None)
         except GPUWorkerPoolError as error:
-            return Seen(host.endpoint, None, str(error), status_of(error))
+            return HostAnswer(host.endpoint, None, str(error), status_of(error))
 
     return await asyncio.gather(*(one(host) for host in hosts))
 
 
-def check_any(seen: Sequence[Seen]) -> None:
-    """Raises a `CommandError` if none of them says anything."""
-    if all(each.error is not None for each in seen):
-        told = "; ".join(
-            f"{each.endpoint.endpoint_id}: {each.error}" if len(seen) > 1 else str(each.error) for each in seen
+def check_answers(answers: Sequence[HostAnswer]) -> None:
+    """Raises a `CommandError` if every endpoint failed."""
+    if all(each.error is not None for each in answers):
+        errors = "; ".join(
+            f"{each.endpoint.endpoint_id}: {each.error}" if len(answers) > 1 else str(each.error) for each in answers
         )
-        raise CommandError(told, seen[0].status)
+        raise CommandError(errors, answers[0].status)
 
 
-def look(given: Sequence[str], ask: Callable[[Host], Awaitable[T]]) -> list[Seen]:
-    """`look_at_any`, for commands that must see something."""
-    seen = look_at_any(given, ask)
-    check_any(seen)
-    return seen
+def query(given: Sequence[str], query: Callable[[Host], Awaitable[T]]) -> list[HostAnswer]:
+    """Raises a `CommandError` if every endpoint failed."""
+    answers = query_any(given, query)
+    check_answers(answers)
+    return answers
 
 
-def look_at_any(given: Sequence[str], ask: Callable[[Host], Awaitable[T]]) -> list[Seen]:
-    """Open, ask all, close."""
+def query_any(given: Sequence[str], query: Callable[[Host], Awaitable[T]]) -> list[HostAnswer]:
+    """Open the endpoints, query them, close them."""
 
-    async def look_once() -> list[Seen]:
+    async def run() -> list[HostAnswer]:
         async with open_hosts(given) as hosts:
-            return await ask_all(hosts, ask)
+            return await query_hosts(hosts, query)
 
-    return asyncio.run(look_once())
+    return asyncio.run(run())
 
 
-def merged(seen: Sequence[Seen], name: str) -> Body:
-    """One body of the same shape; rows of several endpoints say which they are of."""
-    if len(seen) == 1:
-        body: Body = seen[0].body
+def merged(answers: Sequence[HostAnswer], name: str) -> Body:
+    """One body of the same shape; with several endpoints, each row names its endpoint."""
+    if len(answers) == 1:
+        body: Body = answers[0].body
         return body
     rows = [
-        {**row, "endpoint": each.endpoint.endpoint_id} for each in seen if each.error is None for row in each.body[name]
+        {**row, "endpoint": each.endpoint.endpoint_id}
+        for each in answers
+        if each.error is None
+        for row in each.body[name]
     ]
-    failed = {each.endpoint.endpoint_id: each.error for each in seen if each.error is not None}
+    failed = {each.endpoint.endpoint_id: each.error for each in answers if each.error is not None}
     return {name: rows, **({"errors": failed} if failed else {})}

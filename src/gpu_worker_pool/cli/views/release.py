@@ -1,4 +1,4 @@
-"""Ending leases and requests, wherever they are."""
+"""Ends leases and requests at whichever endpoint has them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Released(NamedTuple):
     endpoint: str | None = None
     #: `lease` or `request`.
     kind: str | None = None
-    #: Why not.
+    #: Why it was not ended.
     error: str | None = None
-    #: What that means to a script.
+    #: The exit status for that error.
     status: Status = Status.FAILED
 
     @property
@@ -58,13 +58,15 @@ async def _release(hosts: Sequence[Host | Unopened], identifier: str) -> Release
     for host in hosts:
         endpoint_id = host.endpoint.endpoint_id
         try:
-            if await opened(host).release(identifier):
+            if await opened(host).end_lease(identifier):
                 return Released(identifier, endpoint_id, "lease")
-            if await opened(host).cancel(identifier):
+            if await opened(host).end_request(identifier):
                 return Released(identifier, endpoint_id, "request")
         except GPUWorkerPoolError as error:
             errors.append(f"{endpoint_id}: {error}" if len(hosts) > 1 else str(error))
-            if error.retryable:  # it is away; whoever refuses has answered
+            if error.retryable:  # it did not answer; a refusal is an answer
                 status = status_of(error)
-    nowhere = f"there is no lease and no request {identifier!r}; gpu-pool leases and gpu-pool queue list what there is"
-    return Released(identifier, error="; ".join(errors) or nowhere, status=status)
+    not_found = (
+        f"there is no lease and no request {identifier!r}; gpu-pool leases and gpu-pool queue list what there is"
+    )
+    return Released(identifier, error="; ".join(errors) or not_found, status=status)

@@ -1,7 +1,7 @@
-"""Other hosts on this host's page: their servers are asked while somebody looks, and only those that were configured.
+"""The other hosts on this host's page: queries their servers while a page is open, and only those that are configured.
 
-Each is asked on its own and bounded in time and size, no redirect is followed, and of what it says only known keys are
-passed on. Nobody who looks waits for it: what was last heard is told, with its age.
+Each is queried on its own, bounded in time and size, and no redirect is followed. A page never waits for a peer: it
+gets the last answer, with its age.
 """
 
 from __future__ import annotations
@@ -12,46 +12,38 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from gpu_worker_pool.api.http_client import exchange, make_session, status_error, under
-from gpu_worker_pool.api.replies import parse_detail
-from gpu_worker_pool.errors import GPUWorkerPoolError
-from gpu_worker_pool.gpu_server.dashboard.peer_schema import (
-    UnbelievableError,
-    believed_health,
-    believed_history,
-    believed_host_id,
-    believed_leases,
-    believed_queue,
-    believed_stats,
-)
+from gpu_worker_pool.api.client import APIClient
+from gpu_worker_pool.api.transport import make_session
+from gpu_worker_pool.errors import GPUWorkerPoolError, ServiceRefusedError, ServiceRetryableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     import aiohttp
 
-    from gpu_worker_pool.api.http_client import Answer
     from gpu_worker_pool.config import EndpointConfig
 
 T = TypeVar("T")
 
-#: However many pages are open, a peer is asked no more often.
+#: A peer is queried no more often than this, however many pages are open.
 INTERVAL_SECONDS: Final = 2.0
-#: For all that is asked of a peer at one time.
+#: For all queries of a peer at one time.
 TIMEOUT_SECONDS: Final = 3.0
 #: A thousand GPUs take less than one of them.
 MOST_BYTES: Final = 2 * 1024 * 1024
-#: To read more than this would hold up everybody else.
-_LARGE_BYTES: Final = 64 * 1024
-#: As many as a small chart shows.
+#: What a page gets of one peer, at most.
+MOST_GPUS: Final = 1024
+MOST_LEASES: Final = 2048
+MOST_WAITING: Final = 200
+#: Readings that a small chart shows.
 HISTORY_LIMIT: Final = 90
-#: A page asks once, when it begins.
+#: A page asks for the history once, when it opens.
 HISTORY_SECONDS: Final = 5.0
 _NO_LEDGER: Final = "its ledger cannot be read"
 
 
 class Fleet:
-    """Belongs to one event loop. Nothing is asked, and no connection made, before somebody looks."""
+    """Belongs to one event loop. Makes no connection before a page asks."""
 
     def __init__(
         self, peers: Sequence[EndpointConfig], own_id: str, clock: Callable[[], float] = time.monotonic
@@ -70,22 +62,22 @@ class Fleet:
         return [endpoint.endpoint_id for endpoint in self._endpoints]
 
     def shown(self) -> bytes:
-        """What is known of the others, as JSON; whoever was not asked for a while is asked now."""
+        """The last answers of the peers, as JSON; starts a query of each peer whose answer is old."""
         now = self._clock()
         for peer in self._open():
-            if not peer.is_being_asked and now - peer.asked_at >= INTERVAL_SECONDS:
-                peer.is_being_asked = True
-                peer.asked_at = now
-                self._start(peer.ask())
+            if not peer.is_being_queried and now - peer.queried_at >= INTERVAL_SECONDS:
+                peer.is_being_queried = True
+                peer.queried_at = now
+                self._start(peer.query())
         return b'{"peers":[%b]}' % b",".join(peer.shown(now) for peer in self._open() if not peer.is_this_host)
 
     async def history(self) -> bytes:
-        """The last readings of those who answer, by name; the same to all who ask at once."""
+        """The last readings of the peers that answer, by name; concurrent callers share one query."""
         now = self._clock()
         if self._history is None or (self._history.done() and now - self._history_at >= HISTORY_SECONDS):
             self._history_at = now
-            self._history = self._start(self._ask_history())
-        # Whoever began it may leave; others wait for it, too.
+            self._history = self._start(self._query_history())
+        # Other callers still wait for it if this one is cancelled.
         return await asyncio.shield(self._history)
 
     async def close(self) -> None:
@@ -95,7 +87,7 @@ class Fleet:
         if self._session is not None:
             await self._session.close()
 
-    async def _ask_history(self) -> bytes:
+    async def _query_history(self) -> bytes:
         peers = [peer for peer in self._open() if not peer.is_this_host]
         found = await asyncio.gather(*(peer.history() for peer in peers))
         by_name = {peer.name: history for peer, history in zip(peers, found, strict=True) if history}
@@ -119,112 +111,100 @@ class _Peer:
         self, endpoint: EndpointConfig, session: aiohttp.ClientSession, own_id: str, clock: Callable[[], float]
     ) -> None:
         self.name = endpoint.endpoint_id
-        self._url = endpoint.url
-        self._session = session
+        self._api = APIClient(
+            endpoint.url, lambda: session, timeout_seconds=TIMEOUT_SECONDS, most_bytes=MOST_BYTES, now=clock
+        )
         self._own_id = own_id
         self._clock = clock
-        #: One list of peers may be given to all of them, this one included.
+        #: All hosts may be given the same list of peers, which then contains themselves.
         self.is_this_host = False
-        self.is_being_asked = False
-        self.asked_at = -INTERVAL_SECONDS
-        self._is_known = False
+        self.is_being_queried = False
+        self.queried_at = -INTERVAL_SECONDS
+        self._is_identified = False
         self._answered_at: float | None = None
-        #: Why it did not answer when it was last asked.
+        #: Why the last query failed.
         self._problem: str | None = None
-        #: What it last said, as JSON without the braces around it.
-        self._said = b""
+        #: The last answer, as JSON without the outer braces.
+        self._answer = b""
 
     def shown(self, now: float) -> bytes:
-        """`status`: `asking` until it is known whether it answers, then `answers` or `silent`."""
+        """`status`: `asking` until the first query ends, then `answers` or `silent`."""
         is_asking = self._answered_at is None and self._problem is None
         facts = {
             "name": self.name,
-            "url": self._url,
+            "url": self._api.url,
             "status": "asking" if is_asking else "answers" if self._problem is None else "silent",
             "problem": self._problem,
             "answered_seconds_ago": None if self._answered_at is None else round(now - self._answered_at, 3),
         }
-        return _as_bytes(facts)[:-1] + b"," * bool(self._said) + self._said + b"}"
+        return _as_bytes(facts)[:-1] + b"," * bool(self._answer) + self._answer + b"}"
 
-    async def ask(self) -> None:
+    async def query(self) -> None:
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
-                if not self._is_known:
-                    await self._get_to_know()
+                if not self._is_identified:
+                    self.is_this_host = await _unless(self._api.host_id(), 404) == self._own_id
+                    self._is_identified = True
                 if not self.is_this_host:
-                    await self._look()
+                    self._answer = _as_bytes(await self._everything())[1:-1]
         except TimeoutError:
             self._problem = f"no complete answer within {TIMEOUT_SECONDS:g} s"
-        except (GPUWorkerPoolError, UnbelievableError) as error:
+        except GPUWorkerPoolError as error:
             self._problem = str(error)
         else:
             self._problem = None
             self._answered_at = self._clock()
         finally:
-            self.is_being_asked = False
+            self.is_being_queried = False
 
     async def history(self) -> dict[str, Any] | None:
-        with suppress(TimeoutError, GPUWorkerPoolError, UnbelievableError):
+        with suppress(TimeoutError, GPUWorkerPoolError):
             async with asyncio.timeout(TIMEOUT_SECONDS):
-                return await self._get(f"/gpu/history?limit={HISTORY_LIMIT}", believed_history)
+                history = await self._api.history(HISTORY_LIMIT)
+                return {**history, "gpus": history["gpus"][:MOST_GPUS]}
         return None
 
-    async def _get_to_know(self) -> None:
-        host_id = await self._get("/dashboard/host", believed_host_id)
-        self.is_this_host = host_id == self._own_id
-        self._is_known = True
-
-    async def _look(self) -> None:
+    async def _everything(self) -> dict[str, Any]:
         stats, health, (leases, ledger_problem), queue = await asyncio.gather(
-            self._get("/gpu/stats", believed_stats, missing=(503,)),
-            self._get("/health", believed_health),
+            _unless(self._api.stats(), 503),
+            _unless(self._api.health(), 404),
             self._leases(),
-            self._get("/queue", believed_queue, missing=(404, 503)),
+            _unless(self._api.queue(), 404, 503),
         )
-        waiting, waiting_count = queue or ([], 0)
-        stats = stats or {"gpus": [], "sample_age_seconds": None, "is_ledger_unread": False}
-        if stats.pop("is_ledger_unread"):
+        gpus = stats["gpus"][:MOST_GPUS] if stats else []
+        if any(gpu.get("leases", ()) is None for gpu in gpus):
             ledger_problem = ledger_problem or _NO_LEDGER
-        said = {
-            "health": health or {"status": None, "error": None},
-            **stats,
-            # Null where it has none to tell of: an older server, or one whose ledger cannot be read, and why not.
+        waiting = queue["queue"] if queue else []
+        return {
+            "health": {key: health[key] if health else None for key in ("status", "error")},
+            "gpus": gpus,
+            "sample_age_seconds": stats["sample_age_seconds"] if stats else None,
+            # None of an older server, or of one whose ledger cannot be read: `ledger_problem` then says why.
             "leases": leases,
             "ledger_problem": ledger_problem,
-            "queue": waiting,
-            "waiting": waiting_count,
+            "queue": waiting[:MOST_WAITING],
+            "waiting": len(waiting),
         }
-        self._said = _as_bytes(said)[1:-1]
 
     async def _leases(self) -> tuple[list[dict[str, Any]] | None, str | None]:
-        """All of them, or None and why they cannot be told; None and no reason where it knows of no leases."""
-        answer = await self._answer("/leases")
-        if answer.status == 503:
-            return None, (answer.body and parse_detail(answer.body)) or _NO_LEDGER
-        return await self._believed("/leases", answer, believed_leases, missing=(404,)), None
-
-    async def _get(self, path: str, believe: Callable[[bytes], T], missing: tuple[int, ...] = (404,)) -> T | None:
-        """None where the status is one of `missing`: it has no such thing, or not now."""
-        return await self._believed(path, await self._answer(path), believe, missing)
-
-    async def _answer(self, path: str) -> Answer:
-        url = under(self._url, path)
-        return await exchange(self._session, "GET", url, timeout_seconds=TIMEOUT_SECONDS, most_bytes=MOST_BYTES)
-
-    async def _believed(
-        self, path: str, answer: Answer, believe: Callable[[bytes], T], missing: tuple[int, ...]
-    ) -> T | None:
-        url = under(self._url, path)
-        if answer.status in missing:
-            return None
-        if answer.status != 200 or answer.body is None:
-            raise status_error("GET", url, answer, "is this a GPU server, and is its API_PREFIX part of the URL?")
+        """The leases, or None and the reason; None without a reason if the server gives no leases."""
         try:
-            if len(answer.body) < _LARGE_BYTES:
-                return believe(answer.body)
-            return await asyncio.to_thread(believe, answer.body)
-        except UnbelievableError as error:
-            raise UnbelievableError(f"GET {url} was answered, but {error}") from None
+            leases = await _unless(self._api.leases(), 404)
+        except ServiceRetryableError as error:
+            if error.status != 503:
+                raise
+            return None, error.detail or _NO_LEDGER
+        return (leases["leases"][:MOST_LEASES] if leases else None), None
+
+
+async def _unless(request: Awaitable[T], *statuses: int) -> T | None:
+    """None if the server answers with one of these statuses: it does not have this, or not now."""
+    try:
+        return await request
+    except (ServiceRefusedError, ServiceRetryableError) as error:
+        if error.status in statuses:
+            return None
+        raise
 
 
 def _as_bytes(body: dict[str, Any]) -> bytes:

@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from gpu_worker_pool.environment import refused
 from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.readers.nvidia_smi import NvidiaSMIReader
 from gpu_worker_pool.hardware.readers.nvml import NVMLReader
@@ -57,14 +58,14 @@ _REAL: Final[dict[str, Callable[[], Reader]]] = {
 }
 
 
-def check_backend(text: str) -> str:
+def check_backend(text: str, name: str = "backend") -> str:
     """The same in lower case, or a `ValueError` that says what was expected."""
-    text = text.lower()
-    if text not in _REAL:
-        if not text.startswith("simulated"):
-            raise ValueError(f"expected {', '.join(_REAL)} or simulated:N")
-        SimulatedHost.parse(text)
-    return text
+    backend = text.lower()
+    if backend not in _REAL:
+        if not backend.startswith("simulated"):
+            raise refused(name, f"{', '.join(_REAL)} or simulated:N", text)
+        SimulatedHost.parse(backend, name)
+    return backend
 
 
 def hardware_name(backend: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 from gpu_worker_pool.core.readings import ProcessReading
+from gpu_worker_pool.environment import refused
 from gpu_worker_pool.hardware.samples import DriverAnswer, GPUReading
 
 if TYPE_CHECKING:
@@ -35,14 +36,14 @@ class SimulatedHost:
     linger_seconds: float = 0.0
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str, name: str = "backend") -> Self:
         match = re.fullmatch(
             r"simulated(?::(?P<count>\d{1,5}))?(?:,seed=(?P<seed>\d{1,9}))?(?:,linger=(?P<linger>\d{1,4}(?:\.\d+)?))?",
             text,
         )
         count = int(match["count"] or DEFAULT_COUNT) if match else 0
         if match is None or count > MOST:
-            raise ValueError(f"expected simulated:N with N up to {MOST}, then perhaps ,seed=7 and ,linger=2.5")
+            raise refused(name, f"simulated:N with N up to {MOST}, optionally with ,seed=7 and ,linger=2.5", text)
         seed = None if match["seed"] is None else int(match["seed"])
         return cls(count, seed, float(match["linger"] or 0.0))
 

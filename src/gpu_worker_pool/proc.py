@@ -1,4 +1,4 @@
-"""What /proc tells of processes."""
+"""Reads /proc: the state, parents and descendants of processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ProcessStat(NamedTuple):
     state: str
     parent: int
     #: In ticks since the host booted: with the pid it names a process for good.
-    started_at: int
+    started_ticks: int
 
 
 def process_stat(pid: int) -> ProcessStat | None:
@@ -56,4 +56,7 @@ def process_stat(pid: int) -> ProcessStat | None:
     # The command stands in brackets and may hold brackets and blanks of its own.
     command, _, rest = text.partition("(")[2].rpartition(")")
     fields = rest.split()
-    return ProcessStat(command, fields[0], int(fields[1]), int(fields[19]))
+    try:
+        return ProcessStat(command, fields[0], int(fields[1]), int(fields[19]))
+    except (IndexError, ValueError):
+        return None

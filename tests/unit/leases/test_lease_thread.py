@@ -1,4 +1,4 @@
-"""The thread that keeps leases: it renews in time, gives back whatever happens, and tells when something is lost."""
+"""The lease thread: it renews in time, gives back whatever happens, and reports what is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from tests.fakes.lease_service import FakeLeaseService, ask_for
+from tests.fakes.lease_service import FakeLeaseService, new_request
 from tests.waiting import eventually
 
 from gpu_worker_pool.client.lease_thread import LeaseThread
@@ -25,8 +25,7 @@ from gpu_worker_pool.errors import (
     StaleAssignmentError,
     UnknownLeaseError,
 )
-from gpu_worker_pool.leases.lifetime import End
-from gpu_worker_pool.leases.values import HeldLease
+from gpu_worker_pool.leases.lease import End, HeldLease
 
 
 @pytest.fixture
@@ -47,8 +46,8 @@ def thread(lost: list[tuple[HeldLease, str]]) -> Iterator[LeaseThread]:
 
 
 def hold(thread: LeaseThread, service: FakeLeaseService, ttl_seconds: float = 60.0) -> HeldLease:
-    lease = service.lease(ask_for(ttl_seconds), boot_time())
-    thread.call(thread.hold, service, lease)
+    lease = service.lease(new_request(ttl_seconds), boot_time())
+    thread.call(thread.engine.hold, lease)
     return lease
 
 
@@ -58,7 +57,7 @@ def test_a_lease_is_renewed_every_third_of_its_life(thread: LeaseThread, lost: l
     lease = hold(thread, service, ttl_seconds=3.0)
     eventually(lambda: service.count("renew") >= 3)
     assert service.count("renew") <= boot_time() - begun
-    assert not lease.life.is_lost
+    assert not lease.is_lost
     assert lost == []
 
 
@@ -73,7 +72,7 @@ def test_a_stop_does_not_wait_for_what_will_not_end(thread: LeaseThread) -> None
         except asyncio.CancelledError:
             await asyncio.Event().wait()
 
-    thread.call(thread.work_on, withdraw())
+    thread.call(thread.engine.work_on, withdraw())
     is_asked.wait(10)
     thread.want_stop().result(timeout=30)
 
@@ -82,10 +81,10 @@ def test_a_renewal_that_fails_is_tried_again_in_time(thread: LeaseThread, lost: 
     service = FakeLeaseService(failing={"renew": NetworkRetryableError("no way")})
     lease = hold(thread, service, ttl_seconds=2.0)
     eventually(lambda: service.count("renew") >= 3)
-    assert not lease.life.is_lost
+    assert not lease.is_lost
     service.failing.clear()
     time.sleep(2.0)
-    assert not lease.life.is_lost
+    assert not lease.is_lost
     assert lost == []
 
 
@@ -96,7 +95,7 @@ def test_it_is_lost_one_ttl_after_the_last_renewal(thread: LeaseThread, lost: li
     eventually(lambda: lost)
     assert 0.95 <= time.monotonic() - begun <= 1.8
     assert lost == [(lease, "gpu-pool leases")]
-    assert lease.life.is_lost
+    assert lease.is_lost
     asked = service.count("renew")
     time.sleep(0.5)
     assert service.count("renew") == asked, "what is lost is not asked for any more"
@@ -110,7 +109,7 @@ def test_its_server_s_word_counts_at_once(
     lease = hold(thread, service, ttl_seconds=1.2)
     eventually(lambda: lost, within_seconds=1.0)
     assert service.count("renew") == 1
-    assert lease.life.reason == str(error)
+    assert lease.reason == str(error)
 
 
 def test_a_refusal_that_is_not_the_ledger_s_is_no_loss(thread: LeaseThread, lost: list[object]) -> None:
@@ -120,7 +119,7 @@ def test_a_refusal_that_is_not_the_ledger_s_is_no_loss(thread: LeaseThread, lost
     eventually(lambda: service.count("renew") >= 3)
     service.failing.clear()
     time.sleep(0.5)
-    assert not lease.life.is_lost
+    assert not lease.is_lost
     assert lost == []
 
 
@@ -132,7 +131,7 @@ def test_a_renewal_that_fails_as_nobody_expected_is_told_once_and_tried_again(
     eventually(lambda: lost)
     assert lost == [(lease, "gpu-pool leases")]
     assert service.count("renew") >= 3
-    assert not kept.life.is_lost
+    assert not kept.is_lost
     (bug,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert bug.getMessage() == f"renewing {lease.shown} failed"
 
@@ -143,7 +142,7 @@ def test_one_that_answers_slowly_delays_no_other(thread: LeaseThread) -> None:
         hold(thread, slow, ttl_seconds=1.0)
     lease = hold(thread, quick, ttl_seconds=0.6)
     time.sleep(1.5)
-    assert not lease.life.is_lost
+    assert not lease.is_lost
 
 
 def test_whoever_is_told_of_losses_and_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
@@ -154,8 +153,8 @@ def test_whoever_is_told_of_losses_and_fails_harms_nobody(caplog: pytest.LogCapt
     thread.start()
     service = FakeLeaseService(failing={"renew": LeaseEndedError("gone")})
     leases = [hold(thread, service, ttl_seconds=0.6) for _ in range(2)]
-    eventually(lambda: all(lease.life.has_ended for lease in leases))
-    eventually(lambda: caplog.text.count("nobody could be told") == 2)
+    eventually(lambda: all(lease.has_ended for lease in leases))
+    eventually(lambda: caplog.text.count("reporting the loss of") == 2)
     thread.want_stop().result(timeout=10)
     thread.join()
 
@@ -163,40 +162,40 @@ def test_whoever_is_told_of_losses_and_fails_harms_nobody(caplog: pytest.LogCapt
 # --- giving back ---
 
 
-def release(thread: LeaseThread, service: FakeLeaseService, lease: HeldLease) -> None:
-    thread.do(partial(thread.release, service, lease)).result(timeout=10)
+def release(thread: LeaseThread, lease: HeldLease) -> None:
+    thread.do(partial(thread.engine.release, lease)).result(timeout=10)
 
 
 def test_releasing_ends_the_renewals_and_twice_is_harmless(thread: LeaseThread, lost: list[object]) -> None:
     service = FakeLeaseService()
     lease = hold(thread, service, ttl_seconds=0.6)
-    release(thread, service, lease)
-    release(thread, service, lease)
+    release(thread, lease)
+    release(thread, lease)
     assert service.count("release") == 1
     renewed = service.count("renew")
     time.sleep(0.5)
     assert service.count("renew") == renewed
-    assert not lease.life.is_lost
+    assert not lease.is_lost
     assert lost == []
 
 
 def test_releasing_what_was_lost_says_so(thread: LeaseThread) -> None:
     service = FakeLeaseService()
     lease = hold(thread, service)
-    lease.life.end(End.LOST, "an administrator took it")
+    lease.end(End.LOST, "an administrator took it")
     with pytest.raises(StaleAssignmentError, match="an administrator took it"):
-        release(thread, service, lease)
+        release(thread, lease)
     assert service.count("release") == 0
     other = hold(thread, service)
     service.failing["release"] = LeaseEndedError("it was lost before")
     with pytest.raises(StaleAssignmentError, match="it was lost before"):
-        release(thread, service, other)
+        release(thread, other)
 
 
 def test_a_server_that_is_away_does_not_keep_a_holder(thread: LeaseThread, caplog: pytest.LogCaptureFixture) -> None:
     service = FakeLeaseService(failing={"release": NetworkRetryableError("no way")})
     lease = hold(thread, service)
-    release(thread, service, lease)
+    release(thread, lease)
     assert "could not be given back" in caplog.text
     eventually(lambda: service.count("release") >= 2)
     service.failing.clear()
@@ -206,8 +205,8 @@ def test_a_server_that_is_away_does_not_keep_a_holder(thread: LeaseThread, caplo
 def test_what_is_let_go_is_neither_renewed_nor_released(thread: LeaseThread, lost: list[object]) -> None:
     service = FakeLeaseService()
     lease = hold(thread, service, ttl_seconds=0.6)
-    thread.call(thread.let_expire, lease)
-    eventually(lambda: lease.life.is_lost)
+    thread.call(thread.engine.let_expire, lease)
+    eventually(lambda: lease.is_lost)
     renewed = service.count("renew")
     time.sleep(0.5)
     assert service.count("renew") == renewed
@@ -229,7 +228,7 @@ def test_a_stop_gives_everything_back(caplog: pytest.LogCaptureFixture) -> None:
     thread.join()
     assert service.held == {}
     assert [name for name, _ in service.calls] == ["release"] * 3 + ["close"]
-    assert all(lease.life.is_lost and "stopped" in lease.life.reason for lease in leases)
+    assert all(lease.is_lost and "stopped" in lease.reason for lease in leases)
     assert lost == [], "whoever stops it knows"
     assert not thread.call(print)
     with pytest.raises(PoolStoppedError):
@@ -253,14 +252,14 @@ def test_what_a_stop_gives_back_is_no_loss_to_be_told(thread: LeaseThread, lost:
     stopped = thread.want_stop()
     thread.call(answer.set)
     stopped.result(timeout=10)
-    assert lease.life.is_lost, "its holder may ask"
+    assert lease.is_lost, "its holder may ask"
     assert lost == []
 
 
 def test_a_stop_does_not_wait_for_a_server_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gpu_worker_pool.client.lease_thread.STOP_SECONDS", 0.3)
+    monkeypatch.setattr("gpu_worker_pool.leases.engine.STOP_SECONDS", 0.3)
     thread = LeaseThread(lambda _: None)
     thread.start()
     service = FakeLeaseService(delay_seconds=30.0)
@@ -269,13 +268,13 @@ def test_a_stop_does_not_wait_for_a_server_for_ever(
     thread.want_stop().result(timeout=10)
     thread.join()
     assert time.monotonic() - begun < 3
-    assert "runs out by itself" in caplog.text
+    assert "they will expire" in caplog.text
 
 
 async def test_what_is_done_is_done_to_its_end_whoever_waits_for_it(thread: LeaseThread) -> None:
     service = FakeLeaseService(delay_seconds=0.1)
     lease = hold(thread, service)
-    releasing = asyncio.wrap_future(thread.do(partial(thread.release, service, lease)))
+    releasing = asyncio.wrap_future(thread.do(partial(thread.engine.release, lease)))
     await asyncio.sleep(0.02)
     releasing.cancel()
     await asyncio.sleep(0.3)
@@ -301,7 +300,7 @@ def test_a_forked_child_has_no_keeper(thread: LeaseThread) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     renewed = service.count("renew")
     eventually(lambda: service.count("renew") > renewed)
-    assert not lease.life.is_lost
+    assert not lease.is_lost
 
 
 def test_threads_and_sockets_end_with_it() -> None:
@@ -314,4 +313,4 @@ def test_threads_and_sockets_end_with_it() -> None:
         thread.join()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
-    assert logging.getLogger("gpu_worker_pool.client.lease_thread").level == logging.NOTSET
+    assert logging.getLogger("gpu_worker_pool.leases.keeper").level == logging.NOTSET

@@ -1,15 +1,14 @@
-"""One request at several places: one outcome, nothing left behind, and at most one endpoint that keeps GPUs for it."""
+"""One request at several endpoints: one outcome, nothing left behind, and GPUs reserved at one endpoint at most."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from datetime import datetime
 
 import pytest
-from tests.fakes.lease_service import FakeLeaseService, ask_for
+from tests.fakes.lease_service import FakeLeaseService, new_request
 
-from gpu_worker_pool.client.lease_thread import LeaseThread
+from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import (
     ImpossibleRequestError,
     NetworkRetryableError,
@@ -18,44 +17,28 @@ from gpu_worker_pool.errors import (
     RequestEndedError,
     ServiceRefusedError,
     TooManyWaitingError,
-    WorkerTimeoutError,
 )
-from gpu_worker_pool.leases.acquisition import Race
+from gpu_worker_pool.leases.acquisition import Acquisition, Candidate
 from gpu_worker_pool.leases.endpoint import LeaseEndpoint, Polls
-from gpu_worker_pool.leases.endpoint_request import Place
-from gpu_worker_pool.models import GPUAssignment
+from gpu_worker_pool.leases.engine import LeaseEngine
 
 
 class Track:
-    """Endpoints `a`, `b`, `c`, and races over them."""
+    """Endpoints `a`, `b`, `c`, and acquisitions from them."""
 
-    def __init__(self, thread: LeaseThread) -> None:
-        self.thread = thread
-        polls = Polls(1000)
+    def __init__(self) -> None:
+        self.engine = LeaseEngine(lambda *_: None, lambda *_: None)
         self.services = {name: FakeLeaseService(name) for name in "abc"}
-        self.endpoints = {name: LeaseEndpoint(thread, service, polls) for name, service in self.services.items()}
-        self.released_in_process: list[GPUAssignment] = []
-        self.taken_back_in_process = 0
-        self.in_process: asyncio.Future[GPUAssignment] = asyncio.get_running_loop().create_future()
+        self.endpoints = {name: self.engine.endpoint(service) for name, service in self.services.items()}
         self.ttl_seconds = 60.0
 
-    def race(self, *first: str | None, then: tuple[str | None, ...] = (), timeout_seconds: float = 10.0) -> Race:
-        race = Race(self.place, self.ask_in_process, self.released_in_process.append, timeout_seconds=timeout_seconds)
-        race.line_up(first, then)
-        return race
+    def acquisition(self, *first: str, then: tuple[str, ...] = (), timeout_seconds: float = 10.0) -> Acquisition:
+        return Acquisition(
+            self.engine, map(self.candidate, first), map(self.candidate, then), timeout_seconds=timeout_seconds
+        )
 
-    def place(self, name: str, tell: Callable[[Place, object], object]) -> Place:
-        return Place(self.endpoints[name], ask_for(self.ttl_seconds), tell, expects_to_wait=False)
-
-    def ask_in_process(self) -> asyncio.Task[GPUAssignment]:
-        async def ask() -> GPUAssignment:
-            try:
-                return await self.in_process
-            except asyncio.CancelledError:
-                self.taken_back_in_process += 1  # as the pool does
-                raise
-
-        return asyncio.create_task(ask())
+    def candidate(self, name: str) -> Candidate:
+        return Candidate(self.endpoints[name], new_request(self.ttl_seconds), is_busy=True)
 
     def busy(self, *names: str) -> None:
         for name in names:
@@ -64,13 +47,13 @@ class Track:
     def grant(self, name: str) -> None:
         service = self.services[name]
         service.granting = True
-        self.thread.call(service.wake)
+        service.wake()
 
     def asked(self) -> list[str]:
         return [name for name, service in self.services.items() if service.count("acquire")]
 
     async def is_clean(self, *but: str) -> None:
-        """Nobody holds anything, or waits, but there."""
+        """Nothing is held, and no request waits, but there."""
         await until(lambda: not [name for name, service in self.services.items() if service.held and name not in but])
         await until(lambda: all(endpoint.waiting == 0 for endpoint in self.endpoints.values()))
 
@@ -83,30 +66,24 @@ async def until(look: Callable[[], object], within_seconds: float = 5.0) -> None
 
 @pytest.fixture
 async def track() -> AsyncIterator[Track]:
-    thread = LeaseThread(lambda _: None)
-    thread.start()
-    yield Track(thread)
-    await asyncio.wrap_future(thread.want_stop())
-    thread.join()
-
-
-def assignment() -> GPUAssignment:
-    return GPUAssignment(0, "worker-1", datetime.now())
+    made = Track()
+    yield made
+    await made.engine.stop()
 
 
 # --- who wins ---
 
 
 async def test_the_best_is_asked_first_and_nobody_else_if_it_grants(track: Track) -> None:
-    won = await track.race("b", "a", then=("c",)).run()
-    assert won.won is track.services["b"].held[won.won.ask.request_id]  # type: ignore[union-attr]
+    won = await track.acquisition("b", "a", then=("c",)).run()
+    assert won is track.services["b"].held[won.request.request_id]
     assert track.asked() == ["b"]
 
 
 async def test_the_next_is_asked_when_the_first_is_busy_which_is_then_given_up(track: Track) -> None:
     track.busy("a")
-    won = await track.race("a", "b", then=("c",)).run()
-    assert won.name == "b"
+    won = await track.acquisition("a", "b", then=("c",)).run()
+    assert won.endpoint_id == "b"
     assert track.asked() == ["a", "b"]
     await until(lambda: track.services["a"].count("cancel") == 1)
     await track.is_clean("b")
@@ -114,13 +91,13 @@ async def test_the_next_is_asked_when_the_first_is_busy_which_is_then_given_up(t
 
 async def test_all_are_waited_at_and_the_first_grant_wins(track: Track) -> None:
     track.busy("a", "b", "c")
-    running = asyncio.create_task(track.race("a", then=("b", "c")).run())
+    running = asyncio.create_task(track.acquisition("a", then=("b", "c")).run())
     await until(lambda: all(endpoint.waiting for endpoint in track.endpoints.values()))
     assert all(service.polls[0][0] == 0.0 for service in track.services.values()), "first what is free now"
     await until(lambda: all(len(service.polls) >= 2 for service in track.services.values()))
     assert {service.polls[1][0] for service in track.services.values()} == {20.0}, "then a long poll"
     track.grant("c")
-    assert (await running).name == "c"
+    assert (await running).endpoint_id == "c"
     await until(lambda: [service.count("cancel") for service in track.services.values()] == [1, 1, 0])
     await track.is_clean("c")
 
@@ -130,26 +107,26 @@ async def test_what_fails_as_nobody_expected_is_told_and_the_others_are_waited_a
 ) -> None:
     track.services["a"].failing["acquire"] = ZeroDivisionError("oops")
     track.busy("b")
-    running = asyncio.create_task(track.race("a", "b").run())
+    running = asyncio.create_task(track.acquisition("a", "b").run())
     await until(lambda: track.endpoints["b"].waiting)
     track.grant("b")
-    assert (await running).name == "b"
+    assert (await running).endpoint_id == "b"
     await until(lambda: track.services["a"].count("cancel") == 1)
-    assert caplog.messages == ["asking a for a lease failed"]
+    assert caplog.messages == ["the lease request to a failed"]
     with pytest.raises(ZeroDivisionError, match="oops"):
-        await track.race("a").run()
+        await track.acquisition("a").run()
 
 
 async def test_a_second_grant_is_given_back(track: Track) -> None:
     track.busy("a", "b", "c")
     for _ in range(10):
-        running = asyncio.create_task(track.race(then=("a", "b", "c")).run())
+        running = asyncio.create_task(track.acquisition(then=("a", "b", "c")).run())
         await until(lambda: all(endpoint.waiting for endpoint in track.endpoints.values()))
         for name in "abc":
             track.grant(name)
         won = await running
-        await track.is_clean(won.name)
-        track.services[won.name].held.clear()
+        await track.is_clean(won.endpoint_id)
+        track.services[won.endpoint_id].held.clear()
         track.busy("a", "b", "c")
 
 
@@ -159,38 +136,11 @@ async def test_a_silent_one_does_not_keep_the_next_from_being_asked(
     monkeypatch.setattr("gpu_worker_pool.leases.acquisition.HEDGE_SECONDS", 0.1)
     track.services["a"].delay_seconds = 1.0
     async with asyncio.timeout(0.8):
-        won = await track.race("a", "b").run()
-    assert won.name == "b"
+        won = await track.acquisition("a", "b").run()
+    assert won.endpoint_id == "b"
     # What it says when it speaks at last is given back.
     await until(lambda: track.services["a"].count("acquire") == 1)
     await track.is_clean("b")
-
-
-async def test_this_process_is_a_place_like_any_other(track: Track) -> None:
-    track.busy("a")
-    running = asyncio.create_task(track.race("a", None).run())
-    await until(lambda: track.endpoints["a"].waiting)
-    track.in_process.set_result(assignment())
-    won = await running
-    assert won.task is not None
-    assert won.task.result().worker_id == "worker-1"
-    await track.is_clean()
-    assert track.released_in_process == []
-
-
-async def test_what_this_process_grants_in_the_same_moment_is_given_back(track: Track) -> None:
-    track.busy("a")
-    running = asyncio.create_task(track.race("a", None).run())
-    await until(lambda: track.endpoints["a"].waiting)
-    # Both are known before the race looks: the first place in line has it.
-    track.grant("a")
-    await asyncio.sleep(0)
-    track.in_process.set_result(assignment())
-    won = await running
-    if won.won is not None:
-        await until(lambda: len(track.released_in_process) + track.taken_back_in_process == 1)
-    else:
-        await track.is_clean()
 
 
 # --- who fails ---
@@ -198,14 +148,14 @@ async def test_what_this_process_grants_in_the_same_moment_is_given_back(track: 
 
 async def test_what_one_can_never_give_is_asked_of_the_others(track: Track) -> None:
     track.services["a"].failing["acquire"] = ImpossibleRequestError(reasons=("too small",))
-    assert (await track.race("a", "b").run()).name == "b"
+    assert (await track.acquisition("a", "b").run()).endpoint_id == "b"
 
 
 async def test_what_nobody_can_ever_give_fails_with_all_reasons(track: Track) -> None:
     for name, service in track.services.items():
         service.failing["acquire"] = ImpossibleRequestError(reasons=(f"{name} is too small",))
     with pytest.raises(ImpossibleRequestError) as caught:
-        await track.race("a", then=("b", "c")).run()
+        await track.acquisition("a", then=("b", "c")).run()
     assert caught.value.reasons == ("a: a is too small", "b: b is too small", "c: c is too small")
 
 
@@ -213,7 +163,7 @@ async def test_alone_it_fails_with_its_own_error(track: Track) -> None:
     error = ServiceRefusedError("a key is needed", status=401)
     track.services["a"].failing["acquire"] = error
     with pytest.raises(ServiceRefusedError) as caught:
-        await track.race("a").run()
+        await track.acquisition("a").run()
     assert caught.value is error
 
 
@@ -221,50 +171,50 @@ async def test_refused_by_all_says_so(track: Track) -> None:
     track.services["a"].failing["acquire"] = ServiceRefusedError("a key is needed", status=401)
     track.services["b"].failing["acquire"] = ImpossibleRequestError(reasons=("too small",))
     with pytest.raises(ServiceRefusedError, match=r"a: a key is needed; b: .*too small") as caught:
-        await track.race("a", "b").run()
+        await track.acquisition("a", "b").run()
     assert caught.value.status == 401
 
 
 async def test_one_that_fails_while_others_are_waited_at(track: Track) -> None:
     track.busy("a", "b")
-    running = asyncio.create_task(track.race(then=("a", "b")).run())
+    running = asyncio.create_task(track.acquisition(then=("a", "b")).run())
     await until(lambda: all(track.endpoints[name].waiting for name in "ab"))
     track.services["a"].failing["acquire"] = NetworkRetryableError("connection refused")
-    track.thread.call(track.services["a"].wake)
+    track.services["a"].wake()
     await asyncio.sleep(0.1)
     track.grant("b")
-    assert (await running).name == "b"
+    assert (await running).endpoint_id == "b"
     await track.is_clean("b")
 
 
 async def test_one_that_fails_is_asked_again_and_keeps_its_request(track: Track) -> None:
     track.services["a"].failing["acquire"] = NetworkRetryableError("connection refused")
-    running = asyncio.create_task(track.race("a").run())
+    running = asyncio.create_task(track.acquisition("a").run())
     await until(lambda: track.services["a"].count("acquire") >= 2)
     track.services["a"].failing.clear()
-    assert (await running).name == "a"
+    assert (await running).endpoint_id == "a"
     assert len({request_id for name, request_id in track.services["a"].calls if name == "acquire"}) == 1
 
 
 async def test_one_probe_at_a_time_while_it_fails(track: Track) -> None:
     track.services["a"].failing["acquire"] = NetworkRetryableError("connection refused")
-    running = [asyncio.create_task(track.race("a").run()) for _ in range(50)]
+    running = [asyncio.create_task(track.acquisition("a").run()) for _ in range(50)]
     await asyncio.sleep(0.1)
     before = track.services["a"].count("acquire")
     await asyncio.sleep(1.5)
     assert track.services["a"].count("acquire") - before <= 4
     track.services["a"].failing.clear()
-    track.thread.call(track.endpoints["a"].is_back)
+    track.endpoints["a"].is_back()
     async with asyncio.timeout(5):
-        assert {entry.name for entry in await asyncio.gather(*running)} == {"a"}
+        assert {lease.endpoint_id for lease in await asyncio.gather(*running)} == {"a"}
 
 
 async def test_those_who_wait_at_one_that_is_back_do_not_wait_for_each_other(track: Track) -> None:
     track.busy("a")
-    running = [asyncio.create_task(track.race("a").run()) for _ in range(5)]
+    running = [asyncio.create_task(track.acquisition("a").run()) for _ in range(5)]
     await until(lambda: track.endpoints["a"].waiting == 5)
     track.services["a"].failing["acquire"] = NetworkRetryableError("connection refused")
-    track.thread.call(track.services["a"].wake)
+    track.services["a"].wake()
     await until(lambda: track.endpoints["a"].is_failing)
     track.services["a"].failing.clear()
     before = len(track.services["a"].polls)
@@ -279,14 +229,14 @@ async def test_a_connection_that_breaks_holds_up_nobody_but_its_own(track: Track
     """However many others wait for an answer meanwhile."""
     service = track.services["a"]
     track.busy("a")
-    running = [asyncio.create_task(track.race("a").run()) for _ in range(5)]
+    running = [asyncio.create_task(track.acquisition("a").run()) for _ in range(5)]
     await until(lambda: sum(seconds > 0 for seconds, _ in service.polls) == 5)
     service.failing["acquire"] = NetworkRetryableError("the connection broke")
-    failing = asyncio.create_task(track.race("a").run())
+    failing = asyncio.create_task(track.acquisition("a").run())
     await until(lambda: track.endpoints["a"].is_failing)
     service.failing.clear()
     before = service.count("acquire")
-    newcomer = asyncio.create_task(track.race("a").run())
+    newcomer = asyncio.create_task(track.acquisition("a").run())
     await until(lambda: service.count("acquire") >= before + 4, within_seconds=3)
     track.grant("a")
     async with asyncio.timeout(5):
@@ -295,40 +245,40 @@ async def test_a_connection_that_breaks_holds_up_nobody_but_its_own(track: Track
 
 async def test_one_that_has_too_many_waiting_is_asked_again(track: Track) -> None:
     track.services["a"].failing["acquire"] = TooManyWaitingError("1000 of yours wait")
-    running = asyncio.create_task(track.race("a").run())
+    running = asyncio.create_task(track.acquisition("a").run())
     await until(lambda: track.services["a"].count("acquire") >= 2)
     track.services["a"].failing.clear()
-    assert (await running).name == "a"
+    assert (await running).endpoint_id == "a"
 
 
 async def test_a_request_that_was_given_up_is_made_anew(track: Track) -> None:
     track.busy("a")
-    running = asyncio.create_task(track.race("a").run())
+    running = asyncio.create_task(track.acquisition("a").run())
     await until(lambda: len(track.services["a"].polls) >= 2)
     track.services["a"].failing["acquire"] = RequestEndedError(state="given_up")
-    track.thread.call(track.services["a"].wake)
+    track.services["a"].wake()
     await until(lambda: len({request_id for _, request_id in track.services["a"].calls}) >= 2)
     track.services["a"].failing.clear()
     track.grant("a")
-    assert (await running).name == "a"
+    assert (await running).endpoint_id == "a"
 
 
 async def test_a_request_that_somebody_cancelled_is_not(track: Track) -> None:
     track.busy("a")
-    running = asyncio.create_task(track.race("a").run())
+    running = asyncio.create_task(track.acquisition("a").run())
     await until(lambda: len(track.services["a"].polls) >= 2)
     track.services["a"].failing["acquire"] = RequestEndedError(state="cancelled")
-    track.thread.call(track.services["a"].wake)
+    track.services["a"].wake()
     with pytest.raises(RequestCancelledError):
         await running
 
 
 async def test_a_place_at_a_server_that_is_away_is_given_up_when_it_is_back(track: Track) -> None:
     track.busy("a", "b")
-    running = asyncio.create_task(track.race(then=("a", "b")).run())
+    running = asyncio.create_task(track.acquisition(then=("a", "b")).run())
     await until(lambda: all(track.endpoints[name].waiting for name in "ab"))
     track.services["a"].failing |= {name: NetworkRetryableError("gone") for name in ("acquire", "cancel")}
-    track.thread.call(track.services["a"].wake)
+    track.services["a"].wake()
     await until(lambda: track.endpoints["a"].is_failing)
     track.grant("b")
     await running
@@ -336,7 +286,7 @@ async def test_a_place_at_a_server_that_is_away_is_given_up_when_it_is_back(trac
     await asyncio.sleep(0.2)
     assert track.services["a"].count("cancel") == 1, "it is left alone until there is a sign of life"
     track.services["a"].failing.clear()
-    track.thread.call(track.endpoints["a"].is_back)
+    track.endpoints["a"].is_back()
     await until(lambda: track.services["a"].count("cancel") == 2)
 
 
@@ -347,7 +297,7 @@ async def test_a_place_at_a_server_that_is_away_is_given_up_when_it_is_back(trac
 async def test_cancelled_at_any_step_it_leaves_nothing_behind(track: Track, steps: int) -> None:
     for pause in (0.0, 0.001, 0.003):
         track.busy("a", "b")
-        running = asyncio.create_task(track.race("a", then=("b",)).run())
+        running = asyncio.create_task(track.acquisition("a", then=("b",)).run())
         for _ in range(steps):
             await asyncio.sleep(pause)
         track.grant("a")
@@ -359,21 +309,21 @@ async def test_cancelled_at_any_step_it_leaves_nothing_behind(track: Track, step
             assert isinstance(outcome, asyncio.CancelledError)
             await track.is_clean()
         else:
-            await track.is_clean(outcome.name)
-            track.services[outcome.name].held.clear()
+            await track.is_clean(outcome.endpoint_id)
+            track.services[outcome.endpoint_id].held.clear()
 
 
 async def test_a_timeout_that_races_the_grant_has_one_outcome(track: Track) -> None:
     outcomes = []
     for turn in range(30):
         track.busy("a")
-        running = asyncio.create_task(track.race("a", timeout_seconds=0.03).run())
+        running = asyncio.create_task(track.acquisition("a", timeout_seconds=0.03).run())
         await asyncio.sleep(0.02 + turn / 1500)
         track.grant("a")
         try:
             won = await running
             outcomes.append("granted")
-            await track.is_clean(won.name)
+            await track.is_clean(won.endpoint_id)
             track.services["a"].held.clear()
         except TimeoutError:
             outcomes.append("timed out")
@@ -383,32 +333,22 @@ async def test_a_timeout_that_races_the_grant_has_one_outcome(track: Track) -> N
 
 async def test_no_time_at_all_takes_what_is_free_now(track: Track) -> None:
     track.busy("a")
-    assert (await track.race("a", then=("b", "c"), timeout_seconds=0.0).run()).name in ("b", "c")
+    assert (await track.acquisition("a", then=("b", "c"), timeout_seconds=0.0).run()).endpoint_id in ("b", "c")
     track.busy("b", "c")
     with pytest.raises(TimeoutError):
-        await track.race("a", then=("b", "c"), timeout_seconds=0.0).run()
+        await track.acquisition("a", then=("b", "c"), timeout_seconds=0.0).run()
     assert all(service.count("acquire") for service in track.services.values())
 
 
 async def test_a_stop_ends_it(track: Track) -> None:
     track.busy("a", "b")
-    race = track.race("a", then=("b",))
-    running = asyncio.create_task(race.run())
+    acquisition = track.acquisition("a", then=("b",))
+    running = asyncio.create_task(acquisition.run())
     await until(lambda: all(track.endpoints[name].waiting for name in "ab"))
-    race.stop()
+    acquisition.stop()
     with pytest.raises(PoolStoppedError):
         await running
     await track.is_clean()
-
-
-async def test_who_waits_in_process_only_is_told_there(track: Track) -> None:
-    running = asyncio.create_task(track.race(None, timeout_seconds=0.05).run())
-    await asyncio.sleep(0.2)
-    assert not running.done()
-    error = WorkerTimeoutError("GPU by GPU")
-    track.in_process.set_exception(error)
-    with pytest.raises(WorkerTimeoutError, match="GPU by GPU"):
-        await running
 
 
 # --- those who come and go ---
@@ -416,35 +356,24 @@ async def test_who_waits_in_process_only_is_told_there(track: Track) -> None:
 
 async def test_one_that_joins_is_waited_at_too(track: Track) -> None:
     track.busy("a")
-    race = track.race("a")
-    running = asyncio.create_task(race.run())
+    acquisition = track.acquisition("a")
+    running = asyncio.create_task(acquisition.run())
     await until(lambda: track.endpoints["a"].waiting)
-    race.join("b")
-    assert (await running).name == "b"
+    acquisition.join(track.candidate("b"))
+    assert (await running).endpoint_id == "b"
     await track.is_clean("b")
 
 
 async def test_one_that_leaves_is_given_up(track: Track) -> None:
     track.busy("a", "b")
-    race = track.race("a", then=("b",))
-    running = asyncio.create_task(race.run())
+    acquisition = track.acquisition("a", then=("b",))
+    running = asyncio.create_task(acquisition.run())
     await until(lambda: all(track.endpoints[name].waiting for name in "ab"))
-    race.leave("a")
+    acquisition.leave("a")
     await until(lambda: track.services["a"].count("cancel"))
     assert not running.done()
     track.grant("b")
-    assert (await running).name == "b"
-
-
-async def test_this_process_leaves_when_it_turns_out_that_there_are_leases(track: Track) -> None:
-    race = track.race(None)
-    running = asyncio.create_task(race.run())
-    await asyncio.sleep(0.02)
-    assert race.is_in_process
-    race.join("a")
-    race.leave(None)
-    assert (await running).name == "a"
-    assert not race.is_in_process
+    assert (await running).endpoint_id == "b"
 
 
 # --- rule 4 ---
@@ -453,7 +382,7 @@ async def test_this_process_leaves_when_it_turns_out_that_there_are_leases(track
 async def test_one_endpoint_at_a_time_may_keep_gpus_for_it(track: Track) -> None:
     track.busy("a", "b", "c")
     track.ttl_seconds = 0.3  # so that it asks again soon
-    running = asyncio.create_task(track.race("a", "b", then=("c",)).run())
+    running = asyncio.create_task(track.acquisition("a", "b", then=("c",)).run())
     await until(lambda: all(len(service.polls) >= 3 for service in track.services.values()))
 
     def keepers() -> list[str]:
@@ -461,7 +390,7 @@ async def test_one_endpoint_at_a_time_may_keep_gpus_for_it(track: Track) -> None
 
     assert keepers() == ["a"]
     track.services["a"].failing["acquire"] = NetworkRetryableError("gone")
-    track.thread.call(track.services["a"].wake)
+    track.services["a"].wake()
     await until(lambda: keepers() in (["b"], ["a", "b"]))
     track.services["a"].failing.clear()
     before = len(track.services["a"].polls)
@@ -477,10 +406,10 @@ async def test_one_endpoint_at_a_time_may_keep_gpus_for_it(track: Track) -> None
 async def test_more_than_may_wait_for_an_answer_keep_their_places_by_asking(
     track: Track, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu_worker_pool.leases.endpoint_request.ASK_SECONDS", 0.2)
-    endpoint = track.endpoints["a"] = LeaseEndpoint(track.thread, track.services["a"], Polls(3))
+    monkeypatch.setattr("gpu_worker_pool.leases.endpoint_request.SHORT_POLL_SECONDS", 0.2)
+    endpoint = track.endpoints["a"] = LeaseEndpoint(track.services["a"], Polls(3))
     track.busy("a")
-    running = [asyncio.create_task(track.race("a").run()) for _ in range(10)]
+    running = [asyncio.create_task(track.acquisition("a").run()) for _ in range(10)]
     await until(lambda: endpoint.waiting == 10)
     await asyncio.sleep(0.5)
     long_polls = [seconds for seconds, _ in track.services["a"].polls if seconds]
@@ -488,21 +417,107 @@ async def test_more_than_may_wait_for_an_answer_keep_their_places_by_asking(
     assert len(track.services["a"].polls) >= 10 + 3 + 7
     track.grant("a")
     async with asyncio.timeout(5):
-        assert {entry.name for entry in await asyncio.gather(*running)} == {"a"}
+        assert {lease.endpoint_id for lease in await asyncio.gather(*running)} == {"a"}
     assert endpoint.polls.take()
 
 
-async def test_those_who_expect_to_wait_arrive_in_order(track: Track) -> None:
-    track.busy("a")
-    service, endpoint = track.services["a"], track.endpoints["a"]
-    asks = [ask_for() for _ in range(20)]
-    places = [Place(endpoint, ask, lambda *_: None, expects_to_wait=True) for ask in asks]
+async def test_requests_reach_an_endpoint_in_the_order_in_which_they_were_made(track: Track) -> None:
+    """Also on connections of which the later ones are quicker, and with other endpoints asked before."""
+    track.busy("a", "b")
+    service = track.services["a"]
     service.on_the_way_seconds = iter([0.02, 0.0, 0.01] * 10)
-    for place in places:
-        place.begin()
-    await until(lambda: endpoint.waiting == 20)
+    candidates = [track.candidate("a") for _ in range(20)]
+    running = [
+        asyncio.create_task(Acquisition(track.engine, [track.candidate("b")] * (number % 2) + [candidate]).run())
+        for number, candidate in enumerate(candidates)
+    ]
+    await until(lambda: track.endpoints["a"].waiting == 20)
     arrived = [request_id for name, request_id in service.calls if name == "acquire"]
-    assert list(dict.fromkeys(arrived)) == [ask.request_id for ask in asks]
-    for place in places:
-        place.withdraw()
+    assert list(dict.fromkeys(arrived)) == [candidate.request.request_id for candidate in candidates]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
     await track.is_clean()
+
+
+async def test_a_silent_endpoint_delays_one_request_and_not_each_of_them(
+    track: Track, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu_worker_pool.leases.acquisition.HEDGE_SECONDS", 0.2)
+    track.services["a"].delay_seconds = 30.0
+    async with asyncio.timeout(2.0):
+        won = await asyncio.gather(*(track.acquisition("a", "b").run() for _ in range(20)))
+    assert {lease.endpoint_id for lease in won} == {"b"}
+
+
+async def test_a_caller_that_goes_after_the_grant_leaves_nothing_held(track: Track) -> None:
+    acquisition = track.acquisition("a")
+    lease = await acquisition.run()
+    acquisition.withdraw()
+    await track.is_clean()
+    assert lease.is_released
+
+
+async def test_polls_wait_a_third_of_the_ttl_or_as_long_as_the_caller_wants_to_hear_of_it(track: Track) -> None:
+    track.busy("a", "b")
+    for ttl_seconds, poll_seconds, expected in [(2.0, None, 2 / 3), (3600.0, None, 30.0), (60.0, 2.0, 2.0)]:
+        track.ttl_seconds, service = ttl_seconds, track.services["a"]
+        news: list[str] = []
+        acquisition = Acquisition(
+            track.engine,
+            [track.candidate("a")],
+            poll_seconds=poll_seconds,
+            on_news=lambda request, news=news: news.append(request.name),
+        )
+        running = asyncio.create_task(acquisition.run())
+        await until(lambda service=service: service.polls and service.polls[-1][0] > 0)
+        assert service.polls[-1][0] == pytest.approx(expected)
+        assert news == ["a"]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        service.polls.clear()
+
+
+async def test_a_stop_withdraws_a_request_to_a_silent_server_but_does_not_wait_for_it(track: Track) -> None:
+    silent = track.services["a"]
+    silent.on_the_way_seconds = iter([3600.0])
+    running = asyncio.create_task(track.acquisition("a", timeout_seconds=0.05).run())
+    await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    async with asyncio.timeout(5):
+        await track.engine.stop(0.1)
+    assert silent.count("cancel") == 1, "it may have arrived there all the same"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+async def test_the_time_is_over_also_where_no_endpoint_answers(track: Track, seconds: float) -> None:
+    silent = track.services["a"]
+    silent.on_the_way_seconds = iter([3600.0])
+    acquisition = Acquisition(track.engine, [track.candidate("a")], timeout_seconds=seconds, first_answer_seconds=0.1)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(5):
+            await acquisition.run()
+    assert not acquisition.requests["a"].has_answered
+    await track.engine.stop(0.1)
+
+
+async def test_a_lease_that_is_overdue_is_renewed_again_where_that_is_not_final() -> None:
+    lost: list[str] = []
+    troubles: list[str] = []
+    engine = LeaseEngine(
+        lambda _, reason: lost.append(reason), lambda _, text: troubles.append(text), is_overdue_final=False
+    )
+    service = FakeLeaseService(failing={"renew": NetworkRetryableError("connection refused")})
+    lease = service.lease(new_request(0.6), boot_time())
+    engine.hold(lease)
+    await until(lambda: lost)
+    assert lost == ["it could not be renewed for 0.6 s, its TTL"]
+    assert troubles == ["renewal failed; retrying: connection refused"]
+    service.failing.clear()
+    await until(lambda: len(troubles) == 2)
+    assert troubles[1] == "the lease is renewed again"
+    assert not lease.has_ended
+    await engine.release(lease)
+    assert service.held == {}
+    await engine.stop()

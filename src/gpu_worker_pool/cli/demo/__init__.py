@@ -1,1 +1,0 @@
-"""`gpu-pool demo`: a pool at work, shown as it happens."""

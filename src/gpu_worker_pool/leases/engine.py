@@ -1,0 +1,255 @@
+"""The lease engine: acquires leases from services, renews them while they are held, and gives them back.
+
+Plain asyncio in one event loop, which nobody else may block: the client runs it in its lease thread, `gpu-pool run` in
+its lease process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.core.backoff import backoff_seconds
+from gpu_worker_pool.errors import (
+    GPUWorkerPoolError,
+    LeaseEndedError,
+    NotYourLeaseError,
+    StaleAssignmentError,
+    UnknownLeaseError,
+)
+from gpu_worker_pool.leases.endpoint import LeaseEndpoint, Polls
+from gpu_worker_pool.leases.lease import End
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from gpu_worker_pool.leases.lease import HeldLease
+    from gpu_worker_pool.leases.service import LeaseService
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+#: How long a stop gives leases back and withdraws requests; what is left then expires.
+STOP_SECONDS = 5.0
+#: How long what is cancelled then has to end.
+LAST_WORD_SECONDS = 0.5
+#: Timers do not count the time in which the machine sleeps, so they are short.
+LONGEST_SLEEP_SECONDS = 5.0
+LONGEST_RENEWAL_SECONDS = 10.0
+LONGEST_PAUSE_SECONDS = 5.0
+#: A server that does not take a lease back in this time is tried again later, and the holder does not wait for that.
+RELEASE_SECONDS = 4.0
+#: A shorter outage is not worth a report.
+UNREPORTED_SECONDS = 5.0
+
+#: The ledger's own word that the lease is not ours any more.
+LOST = (UnknownLeaseError, NotYourLeaseError, LeaseEndedError)
+
+
+class LeaseEngine:
+    def __init__(
+        self,
+        on_lost: Callable[[HeldLease, str], object],
+        on_trouble: Callable[[HeldLease, str], object],
+        *,
+        is_overdue_final: bool = True,
+        cancel_seconds: float = 120.0,
+    ) -> None:
+        """`on_lost` is called with every lease that is lost and why, `on_trouble` with sentences for its holder.
+
+        `is_overdue_final`: a holder in Python has been told that an overdue lease is lost, and that stays true. A
+        command just goes on, so its lease is renewed for as long as the server may still have it.
+        `cancel_seconds`: how long requests at servers that are down are remembered, to cancel them on return.
+        """
+        self._on_lost = on_lost
+        self._on_trouble = on_trouble
+        self._is_overdue_final = is_overdue_final
+        self.cancel_seconds = cancel_seconds
+        #: First come, first served: one acquisition after the other sends its first polls.
+        self.turn = asyncio.Lock()
+        self._polls = Polls.of_a_process()
+        #: Who renews each lease, by request id: servers number their leases alike.
+        self._held: dict[str, tuple[HeldLease, asyncio.Task[None]]] = {}
+        #: What a stop waits for: requests under way, requests withdrawn, leases given back.
+        self._work: set[asyncio.Task[Any]] = set()
+        #: What is retried for a while, and dropped by a stop.
+        self._attempts: set[asyncio.Task[Any]] = set()
+        self._is_closing = False
+
+    def endpoint(self, service: LeaseService) -> LeaseEndpoint:
+        """What all requests at this service share."""
+        return LeaseEndpoint(service, self._polls)
+
+    def work_on(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A stop waits for its end."""
+        task = asyncio.get_running_loop().create_task(work)
+        if self._is_closing:
+            task.cancel()
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
+
+    def attempt(self, work: Coroutine[Any, Any, object]) -> None:
+        """A stop does not wait for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._attempts.add(task)
+        task.add_done_callback(self._attempts.discard)
+
+    async def until_settled(self, timeout_seconds: float) -> None:
+        """Until nothing is left to retry."""
+        if self._attempts:
+            await asyncio.wait(self._attempts, timeout=timeout_seconds)
+
+    @property
+    def is_retrying(self) -> bool:
+        return bool(self._attempts)
+
+    # --- holding ---
+
+    def hold(self, lease: HeldLease) -> None:
+        """From now on it is renewed, until it is released or lost."""
+        if lease.assignment is None:
+            renewing = asyncio.get_running_loop().create_task(self._keep_renewing(lease))
+            self._held[lease.request.request_id] = (lease, renewing)
+
+    async def _keep_renewing(self, lease: HeldLease) -> None:
+        while True:
+            # A third of the TTL after the last message that made it held.
+            interval = min(lease.ttl_seconds / 3, lease.service.longest_silence_seconds)
+            due_in = lease.held_until - lease.ttl_seconds + interval - boot_time()
+            if due_in > 0:
+                await asyncio.sleep(min(due_in, LONGEST_SLEEP_SECONDS))
+            elif not await self._renew(lease):
+                break
+        self._held.pop(lease.request.request_id, None)
+
+    async def _renew(self, lease: HeldLease) -> bool:
+        """Retry until it is renewed, or (False) lost for good."""
+        attempt, failing_since, is_reported, is_reported_lost, bug = 0, boot_time(), False, False, ""
+        while True:
+            if lease.has_ended or (self._is_overdue_final and lease.is_lost):
+                self._report_lost(lease, lease.reason)
+                return False
+            sent_at = boot_time()
+            seconds = min(max(lease.ttl_seconds / 6, 0.5), LONGEST_RENEWAL_SECONDS)
+            if self._is_overdue_final:
+                seconds = max(min(seconds, lease.held_until - sent_at), 0.01)
+            error: Exception
+            try:
+                async with asyncio.timeout(seconds + 1.0):
+                    await lease.service.renew(lease, timeout_seconds=seconds)
+            except LOST as lost:
+                lease.end(End.LOST, str(lost))
+                continue
+            except (GPUWorkerPoolError, TimeoutError) as failure:
+                error = failure
+            except Exception as failure:
+                # A bug of ours must not end the renewals in silence, nor be logged with each of them.
+                error = failure
+                if repr(error) != bug:
+                    bug = repr(error)
+                    logger.exception("renewing %s failed", lease.shown)
+            else:
+                lease.renewed(sent_at)
+                if is_reported:
+                    self._on_trouble(lease, "the lease is renewed again")
+                return True
+            if not is_reported and boot_time() - failing_since >= min(UNREPORTED_SECONDS, lease.ttl_seconds / 3):
+                is_reported = True
+                self._on_trouble(lease, f"renewal failed; retrying: {str(error) or 'no answer in time'}")
+            if not (is_reported_lost or self._is_overdue_final) and lease.is_overdue:
+                is_reported = is_reported_lost = True
+                self._report_lost(lease, lease.overdue_reason)
+            longest = min(LONGEST_PAUSE_SECONDS, lease.ttl_seconds / 10)
+            pause = backoff_seconds(attempt, random.random(), base=0.1, longest=longest) + 0.02  # noqa: S311
+            attempt += 1
+            await asyncio.sleep(
+                min(pause, max(lease.held_until - boot_time(), 0.0)) if self._is_overdue_final else pause
+            )
+
+    def _report_lost(self, lease: HeldLease, reason: str) -> None:
+        try:
+            self._on_lost(lease, reason)
+        except Exception:
+            logger.exception("reporting the loss of %s failed", lease.shown)
+
+    # --- giving back ---
+
+    async def release(self, lease: HeldLease) -> None:
+        """Its holder is done. `StaleAssignmentError` if it was lost before; twice is harmless."""
+        if lease.is_released:
+            return
+        if lease.has_ended or (self._is_overdue_final and lease.is_lost):
+            raise StaleAssignmentError(f"{lease.request.worker_id} lost {lease.shown}: {lease.reason}")
+        lease.end(End.RELEASED)
+        await self._send_release(lease)
+
+    def let_expire(self, lease: HeldLease) -> None:
+        """Nobody can release it, and a process may still use it: the server waits until readings show nothing of it."""
+        lease.end(End.LOST, "nothing refers to its assignment any more")
+        self._stop_renewing(lease)
+
+    async def _send_release(self, lease: HeldLease) -> None:
+        self._stop_renewing(lease)
+        try:
+            async with asyncio.timeout(RELEASE_SECONDS):
+                await lease.service.release(lease)
+        except LOST as error:
+            raise StaleAssignmentError(f"{lease.request.worker_id} lost {lease.shown}: {error}") from None
+        except (GPUWorkerPoolError, TimeoutError) as error:
+            # The holder is done with it in any case, and need not wait for a server that is down.
+            self._on_trouble(lease, f"the lease could not be given back; retrying: {str(error) or 'no answer in time'}")
+            self.attempt(self._release_later(lease))
+
+    async def _release_later(self, lease: HeldLease) -> None:
+        """Retry for as long as the server may have it."""
+        attempt = 0
+        while not lease.is_overdue:
+            await asyncio.sleep(backoff_seconds(attempt, random.random(), longest=5.0) + 0.1)  # noqa: S311
+            attempt += 1
+            try:
+                await lease.service.release(lease)
+            except LOST:
+                return
+            except GPUWorkerPoolError:
+                continue
+            return
+
+    def _stop_renewing(self, lease: HeldLease) -> None:
+        held = self._held.pop(lease.request.request_id, None)
+        if held is not None:
+            held[1].cancel()
+
+    # --- the end ---
+
+    async def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
+        """Give back every lease, and withdraw what is withdrawn. Services are closed by their owner."""
+        for task in self._attempts:
+            task.cancel()
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._give_back_everything()
+                while self._work:
+                    await asyncio.wait(self._work)
+        except TimeoutError:
+            logger.warning("some leases could not be given back within %g s; they will expire", timeout_seconds)
+        self._is_closing = True
+        left: set[asyncio.Task[Any]] = {*self._work, *self._attempts, *(task for _, task in self._held.values())}
+        # A withdrawn request takes the first cancellation as the moment to tell its server; no time is left for that.
+        for _ in range(2):
+            for task in left:
+                task.cancel()
+            if left:
+                _, left = await asyncio.wait(left, timeout=LAST_WORD_SECONDS)
+
+    async def _give_back_everything(self) -> None:
+        leases = [lease for lease, _ in self._held.values()]
+        for lease in leases:
+            # At once: a renewal that is answered in this moment must not take it for a loss.
+            self._stop_renewing(lease)
+            lease.end(End.LOST, "the client that held it was stopped, and gave it back")
+        await asyncio.gather(*map(self._send_release, leases), return_exceptions=True)

@@ -1,0 +1,169 @@
+"""A lease as its holder sees it: what was granted, and whether it is still held, from any thread at any moment.
+
+The clock alone decides: a lease that was not renewed for its TTL is lost, also in a process that was suspended and has
+just woken up. Nothing here sends anything.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+from gpu_worker_pool.clocks import boot_time
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from gpu_worker_pool.core.events import Request
+    from gpu_worker_pool.leases.service import LeasedGPU, LeaseService
+    from gpu_worker_pool.models import GPUAssignment
+
+
+class End(Enum):
+    """How a lease ended."""
+
+    #: By its holder, or on its behalf.
+    RELEASED = "released"
+    LOST = "lost"
+
+
+class _Ending(NamedTuple):
+    how: End
+    reason: str
+
+
+class HeldLease:
+    """Shared by the assignment, which asks whether it is held, and the loop that renews it."""
+
+    def __init__(
+        self,
+        service: LeaseService,
+        request: Request,
+        lease_id: str,
+        fence: int,
+        gpus: tuple[LeasedGPU, ...],
+        sent_at: float,
+        *,
+        is_inherited: bool = False,
+        assignment: GPUAssignment | None = None,
+        now: Callable[[], float] = boot_time,
+    ) -> None:
+        """`sent_at`, on the clock `now`: when the message was sent whose answer says that the lease is held."""
+        self.service = service
+        self.request = request
+        self.lease_id = lease_id
+        self.fence = fence
+        self.gpus = gpus
+        #: A process around this program holds it, renews it and releases it.
+        self.is_inherited = is_inherited
+        #: Granted by the pool of this process, which needs no renewal.
+        self.assignment = assignment
+        #: Infinite for what lasts until it is released.
+        self.ttl_seconds = math.inf if request.ttl_seconds is None else request.ttl_seconds
+        self._now = now
+        self._pid = os.getpid()
+        #: Until when it is certain to be held, and how it ended. Each is written in one step of the interpreter, so
+        #: that no lock is needed, which a fork might copy while it is taken.
+        self._held_until = sent_at + self.ttl_seconds
+        self._endings: list[_Ending] = []
+        self._listeners: list[Callable[[], object]] = []
+
+    @property
+    def endpoint_id(self) -> str:
+        return self.service.endpoint_id
+
+    @property
+    def shown(self) -> str:
+        gpus = ", ".join(str(gpu.index) for gpu in self.gpus)
+        return f"GPU{'s' if len(self.gpus) > 1 else ''} {gpus} of {self.endpoint_id} ({self.lease_id})"
+
+    def __repr__(self) -> str:
+        return f"<HeldLease {self.shown}>"
+
+    # --- for the holder ---
+
+    @property
+    def is_lost(self) -> bool:
+        # A forked child cannot know: the parent holds the lease and renews it.
+        if not self._endings and self.is_overdue and self._pid == os.getpid():
+            # For good: a later renewal must not contradict what the holder was told.
+            self.end(End.LOST, self.overdue_reason)
+        return bool(self._endings) and self._endings[0].how is End.LOST
+
+    @property
+    def is_released(self) -> bool:
+        return bool(self._endings) and self._endings[0].how is End.RELEASED
+
+    @property
+    def reason(self) -> str:
+        """Why it ended."""
+        return self._endings[0].reason if self._endings else ""
+
+    async def wait(self) -> None:
+        """Until it is lost; forever if it never is."""
+        import asyncio  # loaded anyway where this is called, and too slow to load where it is not
+
+        loop = asyncio.get_running_loop()
+        lost: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(lambda: None if lost.done() else lost.set_result(None))
+
+        self._listeners.append(wake)
+        try:
+            if not self.is_lost:
+                await lost
+        finally:
+            self._listeners.remove(wake)
+
+    # --- for the loop that renews it ---
+
+    @property
+    def held_until(self) -> float:
+        return self._held_until
+
+    @property
+    def is_overdue(self) -> bool:
+        """It was not renewed for its TTL, so it may be another's by now."""
+        return self._now() >= self._held_until
+
+    @property
+    def overdue_reason(self) -> str:
+        return f"it could not be renewed for {self.ttl_seconds:g} s, its TTL"
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._endings)
+
+    def renewed(self, sent_at: float) -> None:
+        self._held_until = max(self._held_until, sent_at + self.ttl_seconds)
+
+    def end(self, how: End, reason: str = "") -> bool:
+        """Whether this call ended it: the first one counts."""
+        ending = _Ending(how, reason)
+        self._endings.append(ending)
+        is_first = self._endings[0] is ending
+        if is_first and how is End.LOST:
+            for wake in list(self._listeners):
+                wake()
+        return is_first
+
+    # --- a copied assignment shares its lease; a pickled one has none ---
+
+    def __copy__(self) -> HeldLease:
+        return self
+
+    def __deepcopy__(self, memo: object) -> HeldLease:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _no_lease, ()
+
+
+def _no_lease() -> None:
+    """What is unpickled instead."""
