@@ -1,4 +1,4 @@
-"""An administrator at the live page: what a key allows, what it takes to use it, and where it is never found."""
+"""Administration on the live page: what a key allows, confirmations, and where the key must not appear."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_key_releases_a_lease_after_a_confirmation(look: Look, server: ServerP
     button = look.wait_for(".gpu[data-gpu='1'] .holder button")
     button.click()
     assert "alice" in look.page.locator("#confirm-title").inner_text()
-    # Whoever thinks better of it keeps it as it is.
+    # Cancelling the dialog changes nothing.
     look.page.click("#confirm-no")
     assert len(server.get("/leases").json["leases"]) == 1
     button.click()

@@ -76,9 +76,9 @@ def test_a_lease_appears_within_a_second_and_vanishes(look: Look, server: Server
 
 
 def test_those_who_share_a_gpu_are_all_named(look: Look, server: ServerProcess) -> None:
-    wish = {"memory_mb": 8192, "share": True, "only": [5]}
+    requirements = {"memory_mb": 8192, "share": True, "only": [5]}
     for name in ("ben", "eva"):
-        take(server, worker_id=name, **wish)
+        take(server, worker_id=name, **requirements)
     look.wait_for_word(5, "Shared")
     look.wait_for(".gpu[data-gpu='5'] .holder", "eva")
     text = words(look.gpu(5).inner_text())

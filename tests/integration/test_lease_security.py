@@ -1,4 +1,4 @@
-"""Who can change something on a real server: attacks as a browser, a proxy or a stranger would make them."""
+"""Who can change leases on a real server: attacks by web pages, through proxies and from other hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other end of a connection: what it sends, up to a limit, and that it has gone, at moments a test chooses."""
+"""Request bodies up to a limit, and callers that disconnect at moments that a test chooses."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ async def test_somebody_who_wants_the_task_to_end_has_it_end() -> None:
 
 
 async def test_gone_in_the_moment_of_the_answer() -> None:
-    """Then the answer was not heard: whoever asks is told so, and nothing is left over to be cancelled later."""
+    """Then the answer was not delivered: the handler learns that, and no cancellation is left over."""
     connection = Connection()
     answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 

@@ -1,4 +1,4 @@
-"""Streams: nobody is told twice, nothing but an outdated snapshot is left out, and nobody waits for a slow reader."""
+"""Streams: each event is sent once, only outdated snapshots are dropped, and a slow listener delays no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown, how old it may be, and every way of not being healthy, at moments that a test chooses."""
+"""What the server shows of its host, how old it may be, and every kind of bad health."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_driver_that_always_takes_its_time_is_slow_and_not_late() -> None:
     assert host.status() == (200, "degraded", "driver_hangs")
 
 
-def test_the_age_is_told_anew_to_everybody_who_asks() -> None:
+def test_each_answer_has_the_present_age() -> None:
     host = Host()
     host.sample()
     for age in (0.0, 1.25, 14.0):

@@ -1,4 +1,4 @@
-"""Who may change something: programs on this host, keys from elsewhere, and no web page whatever it is called."""
+"""Who may change leases: programs on this host and callers with a key, but no web page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callers that go at the worst moment, and come back: what the broker is told, at moments a test chooses."""
+"""What reaches the broker: every requirement of a request, and callers that disconnect at the worst moment."""
 
 from __future__ import annotations
 

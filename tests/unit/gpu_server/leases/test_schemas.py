@@ -1,4 +1,4 @@
-"""What may be asked of the lease API, to the letter: everything else is refused with its reasons, whatever it is."""
+"""Which request bodies the lease API accepts; all others are refused with reasons."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_nothing_is_needed() -> None:
     assert (asked.ttl_seconds, asked.wait_seconds, asked.may_keep) == (60.0, 0.0, True)
 
 
-def test_a_request_without_wishes_is_plain() -> None:
+def test_a_request_without_requirements_accepts_any_gpu() -> None:
     body = {"request_id": "a", "worker_id": "w", "ttl_seconds": 5, "wait_seconds": 3, "label": "x", "may_keep": False}
     assert requirements_of(**body) is ANY_GPU
 
@@ -122,7 +122,7 @@ def test_each_field_within_its_bounds(name: str, allowed: list[Any], refused: li
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "9" * 400, "9" * 60_000])
 @pytest.mark.parametrize("name", ["ttl_seconds", "wait_seconds", "count", "memory_mb", "memory_threshold", "priority"])
-def test_what_is_no_number_to_reckon_with(name: str, number: str) -> None:
+def test_numbers_that_json_or_the_core_cannot_use(name: str, number: str) -> None:
     assert reasons(f'{{"{name}": {number}}}'.encode())
 
 
@@ -137,7 +137,7 @@ def test_a_bad_name_of_a_gpu_is_named_by_its_place() -> None:
     assert [reason.partition(":")[0] for reason in found] == ["only.1", "only.1"]
 
 
-def test_wishes_that_make_no_sense_together() -> None:
+def test_requirements_that_contradict_each_other() -> None:
     (reason,) = reasons({"share": True})
     assert "memory_mb" in reason
 
@@ -194,7 +194,7 @@ _JSON = st.recursive(
 
 @PATIENT
 @given(st.dictionaries(st.sampled_from(sorted(LeaseRequest.model_fields)), _JSON, max_size=4))
-def test_any_json_is_refused_or_can_be_reckoned_with(body: dict[str, Any]) -> None:
+def test_any_json_is_refused_or_usable(body: dict[str, Any]) -> None:
     try:
         asked, requirements = parse_body(LeaseRequest, json.dumps(body).encode())
     except Refusal as refusal:
