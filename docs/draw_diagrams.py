@@ -1,4 +1,4 @@
-"""Draws the state diagrams in ARCHITECTURE.md anew from the core's tables: `make docs`. `--check` only compares."""
+"""Updates the state diagrams in ARCHITECTURE.md from the core's tables: `make docs`. `--check` only compares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def drawn(page: str) -> str:
     for name, text in DIAGRAMS.items():
         marked = re.compile(rf"(<!-- {name} moves -->\n).*?(<!-- end -->)", re.DOTALL)
         if not marked.search(page):
-            raise SystemExit(f"ARCHITECTURE.md has no place for the {name} diagram")
+            raise SystemExit(f"ARCHITECTURE.md has no <!-- {name} moves --> mark for its diagram")
         page = marked.sub(lambda place, text=text: f"{place[1]}```mermaid\n{text}\n```\n{place[2]}", page)
     return page
 

@@ -1,4 +1,4 @@
-"""What the shells need of time, so that tests can give them another: now, and to be called at a moment."""
+"""Clocks: the current time, and callbacks at a given time. Tests replace them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock(Protocol):
 
 
 class LoopClock:
-    """Monotonic time, whatever the loop's own time is."""
+    """Monotonic time, independent of the event loop's own time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -36,9 +36,9 @@ class LoopClock:
 
 
 def boot_time() -> float:
-    """Seconds since this machine booted: they pass while it sleeps, too, for all its processes; nobody sets them."""
+    """Seconds since this machine booted, including its sleep: the same for all processes, and never adjusted."""
     return time.clock_gettime(_BOOT_TIME)
 
 
-#: Only Linux has it; elsewhere a sleep is noticed when the next message is answered.
+#: Linux only; elsewhere time spent asleep is not counted.
 _BOOT_TIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)

@@ -1,4 +1,4 @@
-"""Every exception of the package, under one base; a leaf that imports nothing else of the package."""
+"""All exceptions of the package, under one base. Imports nothing else of the package."""
 
 from typing import ClassVar
 
@@ -6,16 +6,16 @@ from typing import ClassVar
 class GPUWorkerPoolError(Exception):
     """The GPU worker pool failed."""
 
-    #: Whether asking again later, unchanged, may succeed.
+    #: Whether the same call may succeed later.
     retryable: ClassVar[bool] = False
 
-    # One optional argument and everything else in `__dict__`: that is what lets each of these be pickled.
+    # One optional argument and everything else in `__dict__`, so that every error can be pickled.
     def __init__(self, message: str | None = None) -> None:
         super().__init__(self._default_message() if message is None else message)
 
     @classmethod
     def _default_message(cls) -> str:
-        # `python -OO` strips docstrings, and a subclass need not write one.
+        # `python -OO` strips docstrings, and a subclass may have none.
         return (cls.__doc__ or cls.__name__).strip().partition("\n")[0]
 
 
@@ -31,7 +31,7 @@ class WorkerTimeoutError(GPUWorkerPoolError, TimeoutError):
 class ImpossibleRequestError(GPUWorkerPoolError, ValueError):
     """The request can never be granted."""
 
-    #: Each one sentence: a rule that no GPU in the inventory can meet.
+    #: One sentence for each endpoint: why none of its GPUs can ever serve the request.
     reasons: tuple[str, ...]
 
     def __init__(self, message: str | None = None, *, reasons: tuple[str, ...] = ()) -> None:
@@ -46,7 +46,7 @@ class RequestCancelledError(GPUWorkerPoolError):
 
 
 class RequestGivenUpError(GPUWorkerPoolError):
-    """The request was given up because its waiter had not asked for it in time; request again."""
+    """The request was dropped because its client did not poll for it in time; request again."""
 
     retryable = True
 
@@ -54,7 +54,7 @@ class RequestGivenUpError(GPUWorkerPoolError):
 class RequestEndedError(GPUWorkerPoolError):
     """The request has ended; choose a new id to ask again."""
 
-    #: How it ended, such as `cancelled`; `granted` if it was granted and the lease has ended since.
+    #: How it ended, such as `cancelled`; `granted` if its lease has ended.
     state: str
     reasons: tuple[str, ...]
 
@@ -67,7 +67,7 @@ class RequestEndedError(GPUWorkerPoolError):
         self.reasons = reasons
 
 
-# --- what was assigned ---
+# --- assignments ---
 
 
 class InvalidAssignmentError(GPUWorkerPoolError, ValueError):
@@ -78,7 +78,7 @@ class StaleAssignmentError(GPUWorkerPoolError, ValueError):
     """The assignment is no longer held: it expired, was taken back, or was lost."""
 
 
-# --- the pool's life ---
+# --- starting and stopping the pool ---
 
 
 class NotStartedError(GPUWorkerPoolError, RuntimeError):
@@ -94,7 +94,7 @@ class PoolStoppedError(GPUWorkerPoolError, RuntimeError):
 
 
 class WrongThreadError(GPUWorkerPoolError, RuntimeError):
-    """The pool belongs to the thread that started it and was called from another one."""
+    """The pool was called from another thread than the one that started it."""
 
 
 # --- the GPU service ---
@@ -113,7 +113,7 @@ class ServiceUnavailableTimeoutError(WorkerTimeoutError, ServiceUnavailableError
 class ServiceRefusedError(ServiceUnavailableError):
     """The GPU service refused the request; the same request will be refused again."""
 
-    # It answers, so this is no reason to leave it alone for a while: breakers do not count it.
+    # The service answers, so circuit breakers do not count it as a failure.
     retryable = False
     #: The HTTP status, such as 401 or 404.
     status: int | None
@@ -126,7 +126,7 @@ class ServiceRefusedError(ServiceUnavailableError):
 class RetryableError(GPUWorkerPoolError):
     """The GPU service failed in a way that is retried."""
 
-    # Unlike the other retryable errors, these are retried by the HTTP client itself before anyone sees them.
+    # Unlike other retryable errors, the HTTP client retries these itself before it raises them.
     retryable = True
 
 
@@ -137,9 +137,9 @@ class NetworkRetryableError(RetryableError):
 class ServiceRetryableError(RetryableError):
     """The GPU service answered with an error that may pass."""
 
-    #: The HTTP status; `None` where there was none to read.
+    #: The HTTP status; `None` where there was none.
     status: int | None
-    #: How long the service asks to be left alone; `None` where it does not say.
+    #: How long the service asks clients to wait; `None` where it does not say.
     retry_after_seconds: float | None
     #: The service's own explanation; empty where it gives none.
     detail: str
@@ -165,7 +165,7 @@ class DriverError(GPUWorkerPoolError):
     """The GPUs of this host could not be read."""
 
     retryable = True
-    #: For programs: which of a few causes it was, such as `nvidia_smi_not_found`.
+    #: The cause, for programs, such as `nvidia_smi_not_found`.
     code: str
 
     def __init__(self, message: str | None = None, *, code: str = "driver_error") -> None:
@@ -177,7 +177,7 @@ class DriverError(GPUWorkerPoolError):
 
 
 class LedgerUnavailableError(GPUWorkerPoolError):
-    """The ledger cannot be used: nothing is granted, and nothing that was promised is forgotten."""
+    """The ledger cannot be used: nothing is granted, and existing leases are not forgotten."""
 
     retryable = True
 
@@ -186,7 +186,7 @@ class LedgerUnavailableError(GPUWorkerPoolError):
 
 
 class IllegalEventError(GPUWorkerPoolError):
-    """The event is not legal in the present state; nothing was changed."""
+    """The event is not legal in the current state; nothing was changed."""
 
 
 class RequestMismatchError(IllegalEventError):
@@ -194,7 +194,7 @@ class RequestMismatchError(IllegalEventError):
 
 
 class TooManyWaitingError(IllegalEventError):
-    """Too many requests of one asker wait already."""
+    """Too many requests of this account are waiting already."""
 
 
 class UnknownLeaseError(IllegalEventError):
@@ -202,8 +202,8 @@ class UnknownLeaseError(IllegalEventError):
 
 
 class LeaseEndedError(IllegalEventError):
-    """The lease has ended and is not revived."""
+    """The lease has ended and cannot be renewed."""
 
 
 class NotYourLeaseError(IllegalEventError):
-    """The lease belongs to somebody else."""
+    """The lease belongs to another owner."""

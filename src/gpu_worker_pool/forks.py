@@ -1,7 +1,7 @@
-"""What a forked child must do with what its parent left it: nothing at all.
+"""Keeps a forked child from using what belongs to its parent.
 
 A fork copies the program's memory but shares its connections. A child that used one would speak in its parent's name,
-and a child that so much as collected one as garbage would take it out of its parent's event loop, which it shares, too.
+and a child that collected one as garbage would remove it from its parent's event loop, which it shares, too.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def watch(thing: Forkable) -> None:
 
 
 def leave_alone(*things: object) -> None:
-    """Keep them, and all they refer to, from being collected, also when the interpreter ends."""
+    """Keep them, and all they refer to, from being collected as garbage, even when the interpreter ends."""
     for thing in things:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 class Forked:
-    """In the child, in the place of what gives GPUs in the parent."""
+    """Replaces the parent's pool in the child: every call says why it cannot work there."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -56,7 +56,7 @@ _watched: WeakSet[Forkable] = WeakSet()
 
 def _in_child() -> None:
     for thing in list(_watched):
-        thing._forked()  # noqa: SLF001  # nobody else is to call it
+        thing._forked()  # noqa: SLF001  # only for this module
     _watched.clear()
 
 

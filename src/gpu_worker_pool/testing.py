@@ -1,6 +1,6 @@
-"""For tests, ours and yours: a clock that moves when told, readings in one line, histories that can be replayed.
+"""Helpers for tests, ours and yours: a fake clock, readings in one call, histories that can be replayed.
 
-Shipped with the package, so that a program that uses a pool can be tested without GPUs and without waiting.
+With them a program that uses a pool can be tested without GPUs and without waiting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Timer:
 
 
 class FakeClock:
-    """Time for a `WorkerPoolManager` that passes only by `advance`.
+    """A clock for a `WorkerPoolManager`; its time passes only in `advance`.
 
     >>> clock = FakeClock()
     >>> clock.advance(1.5)
@@ -54,7 +54,7 @@ class FakeClock:
         return timer
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; whatever falls due is called at its own moment."""
+        """Let time pass; each callback that is due is called at its own time."""
         if seconds < 0:
             raise ValueError(f"time does not go back, not even by {-seconds} s")
         end = self._now + seconds
@@ -66,7 +66,7 @@ class FakeClock:
         self._now = end
 
     async def run(self, seconds: float) -> None:
-        """`advance`, letting tasks run before it and after: those that were just begun, and those that it woke."""
+        """`advance`, and let tasks run before and after it."""
         for step_seconds in (0.0, seconds):
             self.advance(step_seconds)
             for _ in range(10):
@@ -74,7 +74,7 @@ class FakeClock:
 
 
 def gpu(index: int, *, endpoint_id: str = "", **reading: Any) -> Reading:
-    """A reading of an idle GPU with 80 GB, except for what you say."""
+    """A reading of an idle GPU with 80 GB; arguments replace its fields."""
     idle: dict[str, Any] = {
         "gpu_id": gpu_id_in_pool(endpoint_id, index),
         "index": index,
@@ -89,25 +89,25 @@ def gpu(index: int, *, endpoint_id: str = "", **reading: Any) -> Reading:
 
 
 def gpus(number: int, *, endpoint_id: str = "", **reading: Any) -> tuple[Reading, ...]:
-    """So many idle GPUs of one host, except for what you say."""
+    """Readings of idle GPUs of one host; arguments replace their fields."""
     return tuple(gpu(index, endpoint_id=endpoint_id, **reading) for index in range(number))
 
 
 def snapshot(readings: Iterable[Reading], *, at: float, endpoint_id: str = "") -> Observed:
-    """The event that a host's GPUs were read."""
+    """The event that a host's GPUs were read at that time."""
     return Observed(endpoint_id, tuple(readings), begun_at=at)
 
 
 @dataclass
 class History:
-    """A pool, and everything that happened to it: apply events here instead, and replay them elsewhere.
+    """A pool that records its events, so that they can be replayed: apply events here instead.
 
-    With `checks`, the pool's invariants are looked at after every event: slow, and made for tests.
+    With `checks`, the pool's invariants are checked after every event, which is slow.
     """
 
     settings: PoolSettings = field(default_factory=PoolSettings)
     checks: bool = True
-    #: What to begin with, as `save` gives it; None: an empty pool.
+    #: The initial state, as `save` returns it; None: an empty pool.
     start: dict[str, Any] | None = None
     steps: list[tuple[Event, float, tuple[Effect, ...]]] = field(default_factory=list)
 
@@ -123,12 +123,12 @@ class History:
 
 
 def replay(history: History) -> Pool:
-    """The pool that the same events make; raises AssertionError where they have other effects than they had."""
+    """The pool after the same events; raises AssertionError if their effects or the pool differ."""
     again = History(history.settings, checks=False, start=history.start)
     for number, (event, now, effects) in enumerate(history.steps):
         repeated = again.apply(event, now)
         if repeated != effects:
             raise AssertionError(f"step {number}, {event} at {now}: {repeated} instead of {effects}")
     if save(again.pool) != save(history.pool):
-        raise AssertionError("the same events left another pool behind")
+        raise AssertionError("the same events led to a different pool")
     return again.pool

@@ -263,7 +263,8 @@ def test_visible_devices_are_a_wish(programs: Programs) -> None:
     nothing = programs.call("run", "--", "true", CUDA_VISIBLE_DEVICES="NoDevFiles")
     assert nothing.returncode == 0
     assert nothing.stderr == (
-        "gpu-pool: CUDA_VISIBLE_DEVICES names what this host has not (NoDevFiles): every GPU may be given\n"
+        "gpu-pool: ignoring GPUs that CUDA_VISIBLE_DEVICES lists and this host does not have: NoDevFiles; "
+        "any GPU may be granted\n"
     )
     hidden = programs.call("run", "--", "true", CUDA_VISIBLE_DEVICES="-1")
     assert hidden.returncode == 65

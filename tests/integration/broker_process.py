@@ -1,4 +1,4 @@
-"""A program that uses this host's desk, as one with `local://` does: told what to do line by line, answers in JSON.
+"""A program that uses this host's broker, as one with `local://` does: it takes commands line by line, answers in JSON.
 
 Run as `python -m tests.integration.broker_process STATE_DIR BACKEND`, then give it lines such as `acquire name 5` and
 `release lease-1`.

@@ -51,7 +51,7 @@ async def test_local_coordination_takes_no_lease_and_keeps_off_those_there_are(s
         assert assignment.lease_id is None
         assert assignment.gpu_id != lease.gpu_id
         assert len(leases(server)) == 1
-        with pytest.raises(WorkerTimeoutError, match="promised by its server to somebody else"):
+        with pytest.raises(WorkerTimeoutError, match="leased by its server to another client"):
             await local.request_gpu(timeout=0.2)
         await leasing.release_gpu(lease)
         assert {thread.name for thread in threading.enumerate()} >= {"gpu-pool leases"}

@@ -83,7 +83,7 @@ async def test_programs_that_ask_at_once_get_different_gpus_and_a_third_waits(se
         status = third.get_pool_status()
         assert (status.active_workers, status.blocked_workers) == (0, 1)
         await until(lambda: third.get_pool_status().available_gpus == 0)
-        assert "promised by its server to somebody else" in str(third.explain())
+        assert "leased by its server to another client" in str(third.explain())
         with pytest.raises(WorkerTimeoutError, match=r"number 2 in line") as caught:
             await third.request_gpu(timeout=0.3)
         assert not isinstance(caught.value, ServiceUnavailableError)

@@ -64,7 +64,7 @@ async def test_two_programs_get_different_gpus_and_a_third_waits_and_is_told_why
         assert "could serve it" not in str(caught.value)
         waiting = asyncio.create_task(third.request_gpu())
         await asyncio.sleep(0.5)
-        assert "promised by its server to somebody else" in str(third.explain())
+        assert "leased by its server to another client" in str(third.explain())
         begun = time.monotonic()
         await first.release_gpu(one)
         passed_on = await waiting

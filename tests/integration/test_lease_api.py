@@ -38,7 +38,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
 
 @pytest.fixture
 def server(started: ServerProcess) -> Iterator[ServerProcess]:
-    """With nothing promised and nobody waiting, before and after."""
+    """With no lease and nobody waiting, before and after."""
     yield started
     clear(started)
 

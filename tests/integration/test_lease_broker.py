@@ -1,4 +1,4 @@
-"""The desk, on readings made by hand and on simulated GPUs: who waits, who is woken, what becomes of those who end."""
+"""The broker, on readings made by hand and on simulated GPUs: who waits, who is woken, and how requests end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ import apsw
 import pytest
 from tests.waiting import eventually
 
-from gpu_worker_pool.broker import broker as desk_module
 from gpu_worker_pool.broker.broker import Change, LeaseBroker, Waiting, owner_of
 from gpu_worker_pool.broker.simulated_load import SimulatedLoad
 from gpu_worker_pool.clocks import boot_time
@@ -36,6 +35,7 @@ from gpu_worker_pool.core import (
     Requirements,
 )
 from gpu_worker_pool.errors import (
+    GPUWorkerPoolError,
     ImpossibleRequestError,
     LeaseEndedError,
     LedgerUnavailableError,
@@ -71,7 +71,7 @@ def sample(*gpus: GPUReading) -> HostSample:
     return HostSample(next(NUMBERS), 0, boot_time(), 0.0, "now", DriverAnswer(gpus))
 
 
-def poll_id(name: str, *, ttl: float = 60.0, account: str = "", process: str = "", **requirements: Any) -> Request:
+def request_for(name: str, *, ttl: float = 60.0, account: str = "", process: str = "", **requirements: Any) -> Request:
     return Request(
         name,
         Requirements(**requirements),
@@ -83,7 +83,7 @@ def poll_id(name: str, *, ttl: float = 60.0, account: str = "", process: str = "
     )
 
 
-class Desk(LeaseBroker):
+class ReadByHand(LeaseBroker):
     """On a file, with GPUs that show what they are told to."""
 
     def __init__(self, folder: Path, *gpus: GPUReading, settings: PoolSettings | None = None, **more: Any) -> None:
@@ -106,15 +106,15 @@ class Desk(LeaseBroker):
         self.take(sample(*self.gpus))
 
     async def holds(self, name: str, **how: Any) -> Lease:
-        found = await self.acquire(poll_id(name, **how), wait_seconds=5.0)
+        found = await self.acquire(request_for(name, **how), wait_seconds=5.0)
         assert isinstance(found, Lease), found
         assert found.state is LeaseState.HELD
         return found
 
 
 @contextlib.asynccontextmanager
-async def opened(folder: Path, *gpus: GPUReading, **more: Any) -> AsyncIterator[Desk]:
-    broker = Desk(folder, *gpus, **more)
+async def opened(folder: Path, *gpus: GPUReading, **more: Any) -> AsyncIterator[ReadByHand]:
+    broker = ReadByHand(folder, *gpus, **more)
     await broker.start()
     broker.read()
     try:
@@ -140,7 +140,7 @@ async def test_who_does_not_want_to_wait_holds_what_it_gets(tmp_path: Path) -> N
         await asyncio.sleep(0.01)
         broker.read()
         await broker.queue()
-        found = await broker.acquire(poll_id("one"), wait_seconds=0)
+        found = await broker.acquire(request_for("one"), wait_seconds=0)
         assert isinstance(found, Lease)
         assert (found.state, found.gpu_ids) == (LeaseState.HELD, ("GPU-0",))
         renewed = await broker.renew(found.lease_id, "me")
@@ -153,15 +153,15 @@ async def test_who_does_not_want_to_wait_holds_what_it_gets(tmp_path: Path) -> N
 async def test_who_waits_is_told_its_place_and_why_and_keeps_it(tmp_path: Path) -> None:
     async with opened(tmp_path, card(0)) as broker:
         await broker.holds("holder")
-        first = await broker.acquire(poll_id("first"), wait_seconds=0.05)
-        second = await broker.acquire(poll_id("second"), wait_seconds=0)
+        first = await broker.acquire(request_for("first"), wait_seconds=0.05)
+        second = await broker.acquire(request_for("second"), wait_seconds=0)
         assert isinstance(first, Waiting)
         assert isinstance(second, Waiting)
         assert (first.position, second.position) == (1, 2)
         assert first.waiting_seconds >= 0.05
         assert "next in line" in first.reasons[0]
         assert "GPU 0: held by holder" in first.reasons[1]
-        again = await broker.acquire(poll_id("first"), wait_seconds=0)
+        again = await broker.acquire(request_for("first"), wait_seconds=0)
         assert isinstance(again, Waiting)
         assert again.position == 1
         queue = await broker.queue()
@@ -194,14 +194,14 @@ async def test_what_a_request_may_end_with(tmp_path: Path) -> None:
     async with opened(tmp_path, card(0), settings=PoolSettings(most_waiting_of_an_account=1)) as broker:
         lease = await broker.holds("holder")
         with pytest.raises(ImpossibleRequestError) as impossible:
-            await broker.acquire(poll_id("impossible", count=2), wait_seconds=1)
+            await broker.acquire(request_for("impossible", count=2), wait_seconds=1)
         assert "1 of 1 could ever serve it" in impossible.value.reasons[0]
         with pytest.raises(RequestMismatchError):
-            await broker.acquire(poll_id("holder", memory_mb=5), wait_seconds=0)
-        await broker.acquire(poll_id("waits", account="a"), wait_seconds=0)
+            await broker.acquire(request_for("holder", memory_mb=5), wait_seconds=0)
+        await broker.acquire(request_for("waits", account="a"), wait_seconds=0)
         with pytest.raises(TooManyWaitingError):
-            await broker.acquire(poll_id("one too many", account="a"), wait_seconds=0)
-        listening = asyncio.ensure_future(broker.acquire(poll_id("waits", account="a"), wait_seconds=5))
+            await broker.acquire(request_for("one too many", account="a"), wait_seconds=0)
+        listening = asyncio.ensure_future(broker.acquire(request_for("waits", account="a"), wait_seconds=5))
         await asyncio.sleep(0.05)
         assert await broker.cancel("waits", "me")
         with pytest.raises(RequestEndedError, match="cancelled"):
@@ -217,14 +217,14 @@ async def test_what_a_request_may_end_with(tmp_path: Path) -> None:
         await broker.release(lease.lease_id, "me")
         await broker.release(lease.lease_id, "me")
         with pytest.raises(RequestEndedError) as ended:
-            await broker.acquire(poll_id("holder"), wait_seconds=0)
+            await broker.acquire(request_for("holder"), wait_seconds=0)
         assert ended.value.state == "granted"
 
 
 async def test_every_change_is_told(tmp_path: Path) -> None:
     async with opened(tmp_path, card(0)) as broker:
         lease = await broker.holds("one")
-        await broker.acquire(poll_id("two"), wait_seconds=0)
+        await broker.acquire(request_for("two"), wait_seconds=0)
         await broker.cancel("two", "me")
         await broker.release(lease.lease_id, "me")
     told = [(type(change.before).__name__, type(change.after).__name__) for change in broker.changes]
@@ -245,7 +245,7 @@ async def test_stopping_tells_those_who_wait_and_keeps_their_places(tmp_path: Pa
     """Fault 8; fault 11."""
     async with opened(tmp_path, card(0)) as broker:
         await broker.holds("holder")
-        waiting = [asyncio.ensure_future(broker.acquire(poll_id(f"w{n}"), wait_seconds=30)) for n in range(3)]
+        waiting = [asyncio.ensure_future(broker.acquire(request_for(f"w{n}"), wait_seconds=30)) for n in range(3)]
         await soon(lambda: len(broker.waiting) == 3)
         begun = time.monotonic()
         await broker.stop()
@@ -253,7 +253,7 @@ async def test_stopping_tells_those_who_wait_and_keeps_their_places(tmp_path: Pa
         assert [type(answer) for answer in answers] == [PoolStoppedError] * 3
         assert time.monotonic() - begun < 2.0
         with pytest.raises(LedgerUnavailableError, match="closed"):
-            await broker.acquire(poll_id("late"), wait_seconds=0)
+            await broker.acquire(request_for("late"), wait_seconds=0)
     async with opened(tmp_path, card(0)) as broker:
         assert [waiting.request.request_id for waiting in await broker.queue()] == ["w0", "w1", "w2"]
         assert [lease.worker for lease in broker.leases.values()] == ["holder"]
@@ -262,7 +262,7 @@ async def test_stopping_tells_those_who_wait_and_keeps_their_places(tmp_path: Pa
 async def test_who_was_granted_in_the_moment_of_the_stop_has_its_lease(tmp_path: Path) -> None:
     async with opened(tmp_path, card(0)) as broker:
         lease = await broker.holds("holder")
-        waiting = asyncio.ensure_future(broker.acquire(poll_id("next"), wait_seconds=30))
+        waiting = asyncio.ensure_future(broker.acquire(request_for("next"), wait_seconds=30))
         await soon(lambda: "next" in broker.waiting)
         await broker.release(lease.lease_id, "me")
         await soon(lambda: len(broker.leases) == 1)
@@ -278,11 +278,11 @@ async def test_who_stopped_listening_is_only_offered_what_it_is_granted(tmp_path
     """Fault 35: the place is kept for a while; a GPU is given back within seconds."""
     async with opened(tmp_path, card(0)) as broker:
         lease = await broker.holds("holder")
-        listening = asyncio.ensure_future(broker.acquire(poll_id("dead"), wait_seconds=30))
+        listening = asyncio.ensure_future(broker.acquire(request_for("dead"), wait_seconds=30))
         await soon(lambda: "dead" in broker.waiting)
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
-        await broker.acquire(poll_id("dead"), wait_seconds=0)  # as the server does on its behalf
+        await broker.acquire(request_for("dead"), wait_seconds=0)  # as the server does on its behalf
         other = asyncio.ensure_future(broker.holds("next"))
         await soon(lambda: "next" in broker.waiting)
         await broker.release(lease.lease_id, "me")
@@ -292,14 +292,14 @@ async def test_who_stopped_listening_is_only_offered_what_it_is_granted(tmp_path
         begun = time.monotonic()
         assert (await other).gpu_ids == ("GPU-0",)
         assert time.monotonic() - begun < 2.0  # the claim is 0.3 s here
-        with pytest.raises(RequestEndedError, match="nobody came for it in time"):
-            await broker.acquire(poll_id("dead"), wait_seconds=0)
+        with pytest.raises(RequestEndedError, match="it was not claimed in time"):
+            await broker.acquire(request_for("dead"), wait_seconds=0)
 
 
 async def test_who_comes_back_in_time_claims_what_it_was_offered(tmp_path: Path) -> None:
     async with opened(tmp_path, card(0), settings=PoolSettings(offer_ttl_seconds=5.0)) as broker:
         lease = await broker.holds("holder")
-        await broker.acquire(poll_id("polls"), wait_seconds=0)
+        await broker.acquire(request_for("polls"), wait_seconds=0)
         await broker.release(lease.lease_id, "me")
         await soon(lambda: any(lease.worker == "polls" for lease in broker.leases.values()))
         (offered,) = broker.leases.values()
@@ -311,13 +311,13 @@ async def test_who_comes_back_in_time_claims_what_it_was_offered(tmp_path: Path)
 
 async def test_news_that_could_not_be_delivered_give_the_gpu_back(tmp_path: Path) -> None:
     async with opened(tmp_path, card(0)) as broker:
-        lease = await broker.acquire(poll_id("one"), wait_seconds=5.0, poll_id="first")
+        lease = await broker.acquire(request_for("one"), wait_seconds=5.0, poll_id="first")
         assert isinstance(lease, Lease)
         await broker.poll_abandoned("one", "another")
         assert broker.leases[lease.lease_id].state is LeaseState.HELD
         await broker.poll_abandoned("one", "first")
         assert broker.leases[lease.lease_id].state is LeaseState.OFFERED
-        with pytest.raises(desk_module.GPUWorkerPoolError, match="not been claimed"):
+        with pytest.raises(GPUWorkerPoolError, match="not claimed yet"):
             await broker.renew(lease.lease_id, "me")
         other = await broker.holds("two")
         assert other.gpu_ids == lease.gpu_ids
@@ -372,7 +372,7 @@ async def test_devices_of_one_gpu_are_told_apart_in_the_reasons(tmp_path: Path) 
     async with opened(tmp_path, split("MIG-41b36874-2f5c-5e0b", older)) as broker:
         await broker.holds("a", only=("MIG-41b36874-2f5c-5e0b",))
         await broker.holds("b", only=(older,))
-        waiting = await broker.acquire(poll_id("c"), wait_seconds=0)
+        waiting = await broker.acquire(request_for("c"), wait_seconds=0)
         assert isinstance(waiting, Waiting)
         named = [reason.partition(": ")[0] for reason in waiting.reasons[1:]]
         assert sorted(named) == ["GPU 0 MIG-41b36874", f"GPU 0 {older}"]
@@ -385,7 +385,7 @@ async def test_leases_on_devices_that_vanish_are_lost(tmp_path: Path) -> None:
         on_b = await broker.holds("b", only=("MIG-b",))
         assert broker.index_of("MIG-b") == 0
         with pytest.raises(ImpossibleRequestError, match="MIG device"):
-            await broker.acquire(poll_id("both", count=2, only=("MIG-a", "MIG-b")), wait_seconds=0)
+            await broker.acquire(request_for("both", count=2, only=("MIG-a", "MIG-b")), wait_seconds=0)
         broker.gpus[0] = split("MIG-b", "MIG-c")
         broker.read()
         await soon(lambda: on_a.lease_id not in broker.leases)
@@ -435,14 +435,14 @@ async def test_a_program_that_sees_few_gpus_takes_nobodys_away(tmp_path: Path) -
     """Fault 34: a container that was given one of three GPUs, numbered anew."""
     async with opened(tmp_path, card(0), card(1), card(2)) as host:
         held = await host.holds("holder", only=("GPU-2",))
-        all_three = asyncio.ensure_future(host.acquire(poll_id("all", count=3), wait_seconds=20))
+        all_three = asyncio.ensure_future(host.acquire(request_for("all", count=3), wait_seconds=20))
         await soon(lambda: "all" in host.waiting)
         async with opened(tmp_path, card(0, uuid="GPU-1")) as container:
             await soon(lambda: "all" in container.waiting)
             assert set(container.leases) == {held.lease_id}
             with pytest.raises(ImpossibleRequestError):
-                await container.acquire(poll_id("two", count=2), wait_seconds=0)
-            own = await container.acquire(poll_id("own"), wait_seconds=0)
+                await container.acquire(request_for("two", count=2), wait_seconds=0)
+            own = await container.acquire(request_for("own"), wait_seconds=0)
             assert isinstance(own, Lease)
             assert own.gpu_ids == ("GPU-1",)
             for _ in range(3):
@@ -462,11 +462,11 @@ async def test_gpus_that_cannot_be_read_are_given_to_nobody(tmp_path: Path) -> N
     async with opened(tmp_path) as broker:
         failed = HostSample(next(NUMBERS), 1, boot_time(), 0.0, "now", DriverFailure("no driver", "driver_error"))
         broker.take(failed)
-        found = await broker.acquire(poll_id("one"), wait_seconds=0.05)
+        found = await broker.acquire(request_for("one"), wait_seconds=0.05)
         assert isinstance(found, Waiting)
         broker.gpus = [card(0, fault="lost")]
         broker.read()
-        assert isinstance(await broker.acquire(poll_id("one"), wait_seconds=0.05), Waiting)
+        assert isinstance(await broker.acquire(request_for("one"), wait_seconds=0.05), Waiting)
         broker.gpus = [card(0)]
         broker.read()
         await broker.holds("one")
@@ -480,14 +480,14 @@ async def test_those_who_declare_memory_may_share(tmp_path: Path) -> None:
         share = {"memory_mb": 30_000, "share": True}
         one, two = await broker.holds("one", **share), await broker.holds("two", **share)
         assert one.gpu_ids == two.gpu_ids == ("GPU-0",)
-        third = await broker.acquire(poll_id("three", **share), wait_seconds=0.05)
+        third = await broker.acquire(request_for("three", **share), wait_seconds=0.05)
         assert isinstance(third, Waiting)
         assert "20000 MB left, 30000 MB wanted" in third.reasons[1]
-        alone = await broker.acquire(poll_id("alone"), wait_seconds=0.05)
+        alone = await broker.acquire(request_for("alone"), wait_seconds=0.05)
         assert isinstance(alone, Waiting)
         await broker.release(one.lease_id, "me")
         assert (await broker.holds("three", **share)).gpu_ids == ("GPU-0",)
-        assert isinstance(await broker.acquire(poll_id("alone"), wait_seconds=0), Waiting)
+        assert isinstance(await broker.acquire(request_for("alone"), wait_seconds=0), Waiting)
 
 
 async def test_what_a_holder_uses_and_since_when_it_does_nothing(tmp_path: Path) -> None:
@@ -522,7 +522,7 @@ async def test_a_ledger_that_cannot_be_opened_is_tried_again(tmp_path: Path, cap
         assert broker.problem is not None
         assert "damaged" in broker.problem
         with pytest.raises(LedgerUnavailableError, match="damaged"):
-            await broker.acquire(poll_id("one"), wait_seconds=1)
+            await broker.acquire(request_for("one"), wait_seconds=1)
         await asyncio.sleep(0.5)
         (tmp_path / "ledger.db").unlink()
         await soon(lambda: broker.problem is None)
@@ -544,10 +544,10 @@ async def test_tokens_are_the_same_after_a_restart_and_others_for_other_requests
 async def test_what_ended_while_the_ledger_could_not_be_read_is_noticed(tmp_path: Path) -> None:
     async with opened(tmp_path, card(0), card(1)) as broker, opened(tmp_path) as other:
         lease = await broker.holds("one")
-        waiting = asyncio.ensure_future(broker.acquire(poll_id("both", count=2), wait_seconds=20))
+        waiting = asyncio.ensure_future(broker.acquire(request_for("both", count=2), wait_seconds=20))
         await soon(lambda: "both" in broker.waiting and "both" in other.waiting)
         with unwritable(tmp_path / "ledger.db"), pytest.raises(LedgerUnavailableError, match="not now"):
-            await broker.acquire(poll_id("two"), wait_seconds=0)
+            await broker.acquire(request_for("two"), wait_seconds=0)
         await other.release(lease.lease_id, "me")
         await other.cancel("both", "me")
         with pytest.raises(RequestEndedError, match="cancelled"):
@@ -560,7 +560,7 @@ async def test_what_ended_while_the_ledger_could_not_be_read_is_noticed(tmp_path
 async def test_whoever_just_came_reads_simulated_gpus_no_sooner_than_it_knows_who_holds_them(tmp_path: Path) -> None:
     async with opened(tmp_path, card(0)) as broker:
         await broker.holds("one")
-        newcomer = Desk(tmp_path)
+        newcomer = ReadByHand(tmp_path)
         reading = asyncio.create_task(asyncio.to_thread(newcomer.load.holders))
         await asyncio.sleep(0.05)
         await newcomer.start()
@@ -572,7 +572,7 @@ async def test_whoever_just_came_reads_simulated_gpus_no_sooner_than_it_knows_wh
 
 async def test_a_ledger_that_cannot_be_opened_delays_no_reading(tmp_path: Path) -> None:
     (tmp_path / "ledger.db").mkdir()
-    broker = Desk(tmp_path)
+    broker = ReadByHand(tmp_path)
     await broker.start()
     try:
         assert await asyncio.to_thread(broker.load.holders) == ()
@@ -583,7 +583,7 @@ async def test_a_ledger_that_cannot_be_opened_delays_no_reading(tmp_path: Path) 
 
 async def test_simulated_gpus_are_loaded_by_those_who_hold_them_until_they_give_them_back(tmp_path: Path) -> None:
     async with opened(tmp_path, card(0), settings=PoolSettings(offer_ttl_seconds=60.0)) as broker:
-        lease = await broker.acquire(poll_id("one"), wait_seconds=5.0, poll_id="only")
+        lease = await broker.acquire(request_for("one"), wait_seconds=5.0, poll_id="only")
         assert isinstance(lease, Lease)
         (holder,) = broker.load.holders()
         assert (holder.uuid, holder.since, holder.until) == ("GPU-0", lease.granted_at, None)
@@ -617,7 +617,7 @@ async def test_what_a_gone_process_held_and_waited_for_ends_at_once(tmp_path: Pa
     async with opened(tmp_path, card(0)) as broker:
         with sleeping() as (child, process):
             held = await broker.holds("holder", process=process)
-            await broker.acquire(poll_id("waits", process=process), wait_seconds=0)
+            await broker.acquire(request_for("waits", process=process), wait_seconds=0)
             mine = asyncio.ensure_future(broker.holds("mine", process=name_of_this_process()))
             await asyncio.sleep(0.5)
             assert set(broker.leases) == {held.lease_id}, "its process is there"
@@ -634,7 +634,7 @@ async def test_of_very_many_who_wait_each_has_its_turn_to_be_looked_at(tmp_path:
     gone = "/".join(["another-boot", *name_of_this_process().split("/")[1:]])
     async with opened(tmp_path) as broker:
         await asyncio.gather(
-            *(broker.acquire(poll_id(f"w{n}", process=gone if n > 95 else ""), wait_seconds=0) for n in range(100))
+            *(broker.acquire(request_for(f"w{n}", process=gone if n > 95 else ""), wait_seconds=0) for n in range(100))
         )
         await soon(lambda: len(broker.waiting) == 96)
 

@@ -404,7 +404,7 @@ class Converging(RuleBasedStateMachine):
         may_reserve=st.booleans(),
         share=st.booleans(),
     )
-    def poll_id(self, who: int, count: int, priority: int, polls: float, may_reserve: bool, share: bool) -> None:
+    def request(self, who: int, count: int, priority: int, polls: float, may_reserve: bool, share: bool) -> None:
         self.serial += 1
         requirements = (
             Requirements(count, 30_000, share=True, priority=priority) if share else replace(ANY_GPU, count=count)

@@ -75,7 +75,7 @@ async def test_whoever_submits_is_told_what_came_of_it_and_of_nothing_else(opene
     await check(ledger)
 
 
-async def test_the_desk_is_told_before_the_one_who_asked(opened: Opened) -> None:
+async def test_the_listener_is_called_before_submit_returns(opened: Opened) -> None:
     order: list[str] = []
     told = Told(lambda committed: order.append("told"))
     ledger = opened(told=told)
@@ -372,7 +372,7 @@ async def test_an_answer_that_was_not_delivered_is_only_offered(opened: Opened) 
     await ledger.submit(Ticked())
     assert [type(effect) for effect in await ledger.submit(Requested(request("two")))] == [Granted]
     assert await ledger.submit(Requested(request("one"))) == (
-        Ended("one", RequestState.GRANTED, ("nobody came for it in time",)),
+        Ended("one", RequestState.GRANTED, ("it was not claimed in time",)),
     )
     await check(ledger)
 

@@ -537,7 +537,7 @@ async def test_a_process_that_is_stopped_inside_a_transaction_holds_the_others_u
         await asyncio.to_thread(eventually, lambda: state_of(process.pid) == "T")
         async with opened(place) as ledger:
             begun = time.monotonic()
-            with pytest.raises(LedgerUnavailableError, match=rf"pid {process.pid}\), which is stopped: let it go on"):
+            with pytest.raises(LedgerUnavailableError, match=rf"pid {process.pid}\), which is stopped: continue it"):
                 await ledger.submit(read(place, 1))
             assert time.monotonic() - begun < 3.0
             with pytest.raises(LedgerUnavailableError, match="which is stopped"):

@@ -647,7 +647,7 @@ async def test_an_id_that_was_forgotten_and_used_anew_elsewhere(lasting: Opened)
     await first.submit(Cancelled("one"))
     await second.look(lambda pool, now: None)
     lasting.clock.advance(100.0)
-    await second.submit(Requested(request("one")))  # a new wish under the old id
+    await second.submit(Requested(request("one")))  # another request under the old id
     await first.look(lambda pool, now: None)
     assert isinstance(await first.look(lambda pool, now: pool.requests["one"]), Waiter)
     await check(first)

@@ -32,7 +32,7 @@ def test_else_the_users_own_with_a_warning(tmp_path: Path, caplog: pytest.LogCap
     directory = state_directory(environ={"XDG_STATE_HOME": str(tmp_path)})
     assert directory == tmp_path / "gpu-pool"
     assert directory.stat().st_mode & 0o777 == 0o700
-    assert "sharing with your own programs only" in caplog.text
+    assert "sharing among your own programs only" in caplog.text
 
 
 def test_a_home_that_is_not_known_is_an_error_that_says_what_to_set() -> None:

@@ -734,7 +734,7 @@ async def test_faulty_statistics_say_why_they_serve_nobody(pool: WorkerPoolManag
     )
     with pytest.raises(WorkerTimeoutError) as timeout:
         await pool.request_gpu(timeout=0)
-    for reason in ("unhealthy: fell off the bus", "promised by its server", "does not tell its memory usage"):
+    for reason in ("unhealthy: fell off the bus", "leased by its server", "does not report its memory usage"):
         assert reason in str(timeout.value)
 
 

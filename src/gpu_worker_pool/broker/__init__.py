@@ -1,1 +1,1 @@
-"""Where leases of this host's GPUs are given: the ledger and the readings together, for a server and for `local://`."""
+"""The broker grants leases of this host's GPUs: it joins the ledger and the readings, for a server and `local://`."""

@@ -1,4 +1,4 @@
-"""Who has simulated GPUs, for the reader that shows their load: real ones show it themselves."""
+"""Tells the reader of simulated GPUs who holds them, so that it can show their load."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.core import Lease
 
-#: How long a ledger that somebody has locked may delay the first reading.
+#: How long a locked ledger may delay the first reading.
 KNOWN_SECONDS: Final = 2.0
-#: Those who had a GPU until then may have left memory in use.
+#: How many ended leases are remembered: their holders may have left memory in use.
 MOST_ENDED: Final = 1000
 
 
 class SimulatedLoad:
-    """A desk tells it who holds what; the sampler's thread asks."""
+    """The broker sets the leases; the sampler's thread reads the holders."""
 
     def __init__(self, clock: Callable[[], float] = boot_time) -> None:
         self._clock = clock
@@ -34,11 +34,11 @@ class SimulatedLoad:
 
     @classmethod
     def of(cls, backend: str) -> SimulatedLoad | None:
-        """None for GPUs that are real."""
+        """None for real GPUs."""
         return cls() if backend.startswith("simulated") else None
 
     def take(self, leases: Iterable[Lease]) -> None:
-        """All there are, whenever one has changed, and when they are first known."""
+        """All leases; called when one has changed, and when they are first known."""
         held = {lease.lease_id: lease for lease in leases if lease.state is not LeaseState.OFFERED}
         for lease_id, lease in self._leases.items():
             if lease_id not in held:
@@ -49,7 +49,7 @@ class SimulatedLoad:
         self._is_known.set()
 
     def holders(self) -> tuple[Holder, ...]:
-        """For any thread but the loop's. Read before it is known who holds them, GPUs would look idle to everybody."""
+        """For the sampler's thread. Waits until the leases are known: before, every GPU would look idle."""
         self._is_known.wait(KNOWN_SECONDS)
         return self._holders
 
@@ -64,7 +64,7 @@ def _holders_of(lease: Lease, until: float | None) -> list[Holder]:
             lease.granted_at,
             until,
             lease.request.requirements.memory_mb,
-            # Not another one's: what came after a grant is told from what was there before by its pid.
+            # A different pid for each lease: rule 11 recognises processes by it.
             pid=100_000 + lease.fence,
             name=lease.worker,
         )

@@ -1,4 +1,4 @@
-"""What holders make of their GPUs: memory they use of what they were promised, and since when they do nothing."""
+"""How holders use their GPUs: the memory they use, and how long they have been idle."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LeaseUsage:
-    #: On all its GPUs now, above what was in use before it was granted; None where that cannot be known.
+    #: On all its GPUs now, above what was in use before the grant; None where that is unknown.
     memory_used_mb: float | None = None
-    #: For how long none of its GPUs has computed; None where a GPU does not tell.
+    #: How long none of its GPUs has computed; None where a GPU does not report utilization.
     idle_seconds: float | None = None
-    #: Whether that is longer than a holder should take.
+    #: Whether that is longer than `idle_after_seconds`.
     is_idle: bool = False
 
 
 class LeaseUsages:
-    """Follows samples. What happened before the first of them it does not know: idle time counts from there."""
+    """Follows samples; idle time counts from the first sample at the earliest."""
 
     def __init__(self, idle_after_seconds: float) -> None:
         self.idle_after_seconds = idle_after_seconds
         self._memory_used_mb: dict[str, float | None] = {}
-        #: By lease; None where one of its GPUs does not tell whether it computes.
+        #: By lease; None where one of its GPUs does not report utilization.
         self._busy_at: dict[str, float | None] = {}
 
     def take(self, sample: HostSample, leases: Iterable[Lease]) -> None:

@@ -1,17 +1,17 @@
-"""The core: decides who gets which GPU. Pure; it does no I/O, reads no clock, draws no random number, writes no log.
+"""The core decides who gets which GPU. It does no I/O, reads no clock, draws no random number and writes no log.
 
 | rule | says | lives in |
 | --- | --- | --- |
 | 1 | when a GPU is eligible | `obstacles` |
-| 2 | one worker a GPU, unless both declare memory and share | `obstacles.promise_obstacles` |
+| 2 | one worker per GPU, unless all of them declare memory and share | `obstacles.lease_obstacles` |
 | 3 | which GPU is best, and which endpoint | `gpus.GPUResourceState.rank`, `allocator`, `balancing` |
-| 4 | who is first, and the bound on being overtaken | `queue`, `assigning`, `keeping` |
+| 4 | who is first, and the bound on being overtaken | `queue`, `assigning`, `reservation` |
 | 5 | impossible requests fail at once | `allocator.GPUAllocator.impossible` |
 | 6 | every request ends exactly once | `moves.REQUEST_MOVES`, `Pool._end_request` |
-| 7 | a cancelled grant is given back | `Pool._cancelled` |
-| 8 | release hands on at once | `Pool._end_lease`, `Pool._want_readings`, `keeping.gpus_to_await` |
+| 7 | a cancelled request gives back what it was granted | `Pool._cancelled` |
+| 8 | a released GPU goes to the next waiter at once | `Pool._end_lease`, `Pool._want_readings`, `reservation` |
 | 9 | ids are remembered | `Pool._requested`, `legality`, `remembered` |
-| 10 | time in which nobody served does not count | `Pool._resumed`, `saved`, `adopting` |
+| 10 | time in which no process served the ledger does not count | `Pool._resumed`, `saved`, `replication` |
 | 11 | quarantine | `Pool._quarantine`, `evidence` |
 | 12 | why a request waits | `explanation` |
 """
@@ -49,8 +49,12 @@ from gpu_worker_pool.core.requirements import ANY_GPU, Requirements
 from gpu_worker_pool.core.saved import restore, save
 from gpu_worker_pool.core.settings import PoolSettings, Strategy
 
+# The former names of four exports, so that programs which import them keep working.
+Wishes, PLAIN, StoppedListening, explain_wishes = Requirements, ANY_GPU, PollAbandoned, explain_requirements
+
 __all__ = [
     "ANY_GPU",
+    "PLAIN",
     "Cancelled",
     "Effect",
     "Ended",
@@ -86,16 +90,19 @@ __all__ = [
     "Requirements",
     "Resumed",
     "Stopped",
+    "StoppedListening",
     "Strategy",
     "Ticked",
     "Unreachable",
     "Waiter",
     "WakeAt",
+    "Wishes",
     "WorkerAssignmentTracker",
     "WorkerQueue",
     "check_invariants",
     "explain",
     "explain_requirements",
+    "explain_wishes",
     "restore",
     "save",
 ]

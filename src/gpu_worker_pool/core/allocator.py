@@ -1,6 +1,6 @@
-"""Rules 1 to 3 and 5 over all GPUs: which of them a request could have now, which is best, and whether any ever could.
+"""Rules 1 to 3 and 5: which GPUs a request could have now, which is best, and whether any ever could serve it.
 
-Readings come in here. Requests without special wishes are answered from an index; nothing is passed over for them.
+It keeps the readings. Requests for any GPU are answered from an index of free GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GPUAllocator:
         self.settings = settings
         self.endpoints: dict[str, EndpointState] = {}
         self.gpus: dict[str, GPUResourceState] = {}
-        #: GPUs on which a lease ended and that were not granted since, while fresh readings are wanted (rule 8).
+        #: GPUs that were released and not granted since, while fresh readings of them are wanted (rule 8).
         self.freed: dict[str, GPUResourceState] = {}
         #: When the newest of all readings began.
         self.read_at = -math.inf
@@ -46,7 +46,7 @@ class GPUAllocator:
     # Readings
 
     def observe(self, endpoint_id: str, readings: Iterable[Reading], begun_at: float) -> bool:
-        """Take in what an endpoint shows; False if something newer is known already."""
+        """Store the readings of an endpoint; False if newer ones are known already."""
         endpoint = self.endpoint(endpoint_id)
         if not begun_at >= endpoint.begun_at:
             return False
@@ -70,7 +70,7 @@ class GPUAllocator:
         return True
 
     def forget_readings(self, endpoint_id: str) -> None:
-        """The endpoint does not answer; what it said before is not worth anything."""
+        """The endpoint does not answer; its last readings no longer count."""
         endpoint = self.endpoint(endpoint_id)
         endpoint.present = 0
         endpoint.is_answering = False
@@ -80,7 +80,7 @@ class GPUAllocator:
         self._rank(endpoint)
 
     def remove(self, endpoint_id: str) -> None:
-        """Nobody asks it any more. Its GPUs are remembered for the leases on them, and for when it is asked again."""
+        """The endpoint is no longer used. Its GPUs are remembered for the leases on them, and if it is used again."""
         endpoint = self.endpoint(endpoint_id)
         endpoint.is_removed = True
         for gpu in endpoint.gpus.values():
@@ -118,7 +118,7 @@ class GPUAllocator:
         return next(obstacles(gpu, requirements, self.settings, now), None) is None
 
     def is_any_gpu(self, requirements: Requirements) -> bool:
-        """Whether the index answers for these wishes: nothing special asked, or only what holds for all."""
+        """Whether any free GPU meets these requirements: they say nothing, or what holds for all GPUs anyway."""
         if requirements is ANY_GPU:
             return True
         settings = self.settings
@@ -132,13 +132,13 @@ class GPUAllocator:
         return now - endpoint.begun_at <= self._reading_max_age_seconds
 
     def available(self, now: float) -> int:
-        """How many GPUs a request without special wishes could have."""
+        """How many GPUs a request for any GPU could have."""
         return sum(len(endpoint.free) for endpoint in self.endpoints.values() if self.is_fresh(endpoint, now))
 
     # Rule 3: the best
 
     def best_free(self, reserved: Collection[str], now: float) -> tuple[GPUResourceState, ...] | None:
-        """The GPU for a request without special wishes."""
+        """The best GPU of the index, for a request for any GPU."""
         endpoint = self._only_endpoint
         if endpoint is not None and not reserved:
             if now - endpoint.begun_at > self._reading_max_age_seconds:
@@ -160,7 +160,7 @@ class GPUAllocator:
     def best(
         self, requirements: Requirements, candidates: Iterable[GPUResourceState], reserved: Collection[str], now: float
     ) -> tuple[GPUResourceState, ...] | None:
-        """The GPUs for any wishes, of one endpoint; all that were asked for, or none."""
+        """The best GPUs for any requirements, all of one endpoint; None if there are too few."""
         eligible: dict[EndpointState, list[GPUResourceState]] = {}
         for gpu in candidates:
             if gpu.gpu_id not in reserved and self.is_eligible(gpu, requirements, now):
@@ -171,7 +171,7 @@ class GPUAllocator:
         endpoint = min(able, key=self._balancer.rank)
         return tuple(nsmallest(requirements.count, eligible[endpoint], key=lambda gpu: gpu.rank))
 
-    # What the ledger says
+    # Grants and releases
 
     def granted(self, gpus: Sequence[GPUResourceState], fence: int) -> None:
         endpoint = gpus[0].endpoint
@@ -194,14 +194,14 @@ class GPUAllocator:
             if read_after is not None:
                 gpu.read_after = read_after
             if not gpu.leases:
-                # Until it is read again: the last reading shows the load of the one who had it.
+                # Until it is read again: the last reading shows the holder's load.
                 gpu.baseline = before
             self._index(gpu)
             if self._only_endpoint is None:
                 self._rank(gpu.endpoint)
 
     def reindex(self, gpus: Iterable[GPUResourceState]) -> None:
-        """What was promised of these was changed from outside."""
+        """Leases on these were replicated."""
         for gpu in gpus:
             gpu.rank = (gpu.usage_percent, gpu.last_fence, gpu.index, gpu.gpu_id, gpu)
             gpu.endpoint.last_fence = max(gpu.endpoint.last_fence, gpu.last_fence)
@@ -238,11 +238,11 @@ class GPUAllocator:
             if possible == requirements.count:
                 return None
         where = f"{endpoint.endpoint_id}: " if endpoint.endpoint_id else ""
-        asked = f"{requirements.count} GPUs asked for, " if requirements.count > 1 else ""
-        # Not in the order in which they came to be known, which is another one in every process.
+        requested = f"{requirements.count} GPUs requested, " if requirements.count > 1 else ""
+        # Not in the order in which they became known, which differs between processes.
         by_index = sorted((sorted(indices), text) for text, indices in why_not.items())
         why = "; ".join(f"GPU {', '.join(map(str, indices))}: {text}" for indices, text in by_index)
-        return f"{where}{asked}{possible} of {len(known)} could ever serve it{f' ({why})' if why else ''}"
+        return f"{where}{requested}{possible} of {len(known)} could ever serve it{f' ({why})' if why else ''}"
 
     # Inside
 
@@ -261,7 +261,7 @@ class GPUAllocator:
         memory, utilization = reading.memory_usage_percent, reading.utilization_percent
         gpu.usage_percent = (100.0 if memory is None else memory) + (100.0 if utilization is None else utilization)
         gpu.rank = (gpu.usage_percent, gpu.last_fence, gpu.index, gpu.gpu_id, gpu)
-        # Who it was promised to is looked at in `_index`: that changes between readings.
+        # Leases are looked at in `_index`: they change between readings.
         gpu.is_usable = (
             not reading.is_promised_elsewhere
             and next(lasting_obstacles(reading, ANY_GPU, self.settings), None) is None
@@ -269,7 +269,7 @@ class GPUAllocator:
         )
 
     def _index(self, gpu: GPUResourceState) -> None:
-        """Put the GPU where a request without special wishes finds it, or take it away from there."""
+        """Put the GPU into the index of free GPUs, or remove it."""
         endpoint = gpu.endpoint
         if gpu.is_usable and not gpu.leases and gpu.read_after < endpoint.begun_at:
             endpoint.free.put(gpu.rank)

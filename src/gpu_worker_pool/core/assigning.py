@@ -1,4 +1,4 @@
-"""Rule 4, the order: who of all who wait is served next. Decides that; `Pool.grant_waiter` grants."""
+"""Rule 4, the order: chooses which waiter is served next. Part of `Pool`, which grants (`Pool.grant_waiter`)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 def assign(pool: Pool, now: float) -> None:
-    """Grant whatever can be granted to those who wait, in order."""
+    """Grant whatever can be granted to waiters, in order."""
     pool.has_new_class = False
     request_class = pool.queue.only_class()
     if request_class is not None:
         _serve(pool, request_class, now)
         return
-    #: What whoever comes later cannot have.
+    #: GPUs that later waiters cannot have.
     withheld: set[str] = set()
     overtaken: list[Waiter] = []
     for request_class, waiter in pool.queue.heads():
         gpus = _choose(pool, request_class, withheld, now) if pool.improved or not request_class.tried else None
         if gpus is not None:
             pool.grant_waiter(waiter, gpus, now)
-            # Whoever could not be kept anything before may lack only what was granted just now.
+            # An earlier waiter may now have a reason to reserve: it may lack only what was granted just now.
             _reserve_for_first(pool, overtaken, withheld, now)
             continue
         request_class.tried = True
@@ -41,7 +41,7 @@ def assign(pool: Pool, now: float) -> None:
 
 
 def _serve(pool: Pool, request_class: RequestClass, now: float) -> None:
-    """The same where all wait for the same thing, as they mostly do: nobody can be passed over."""
+    """The same where there is one request class, as there mostly is: no waiter can be overtaken."""
     while request_class.waiters:
         gpus = pool.allocator.best_free((), now) if request_class.is_any_gpu else _choose(pool, request_class, (), now)
         if gpus is None:
@@ -68,11 +68,11 @@ def _choose(
 
 
 def _reserve_for_first(pool: Pool, overtaken: list[Waiter], withheld: set[str], now: float) -> None:
-    """Keep GPUs for the first of those that were overtaken for long enough; who comes after it cannot have them."""
+    """Reserve GPUs for the first waiter that was overtaken for long enough; later waiters cannot have them."""
     for waiter in overtaken:
         reserved_for = pool.reserved_for
         if reserved_for is not None and reserved_for.order < waiter.order:
-            return  # they are kept for an earlier one
+            return  # GPUs are reserved for an earlier one
         if not can_judge(pool.allocator, waiter):
             if waiter is reserved_for:
                 withheld.update(reserved_for.reserved)

@@ -1,4 +1,4 @@
-"""Leases, and who holds which GPU by them. An assignment within one process is a lease without a TTL."""
+"""Leases, and which GPU is held by which of them. An assignment within one process is a lease without a TTL."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ if TYPE_CHECKING:
 
 @record
 class HeldGPU:
-    """A GPU as a lease remembers it: which one it is, and what was on it before the grant.
-
-    Rule 11 waits until it looks like that again.
-    """
+    """A GPU of a lease, with its state before the grant: rule 11 waits until it looks like that again."""
 
     gpu_id: str
-    #: As it was numbered when it was granted; the UUID stays if the numbers change.
+    #: When it was granted; unlike the UUID, the index may change.
     index: int = 0
     uuid: str | None = None
     name: str = ""
-    #: Before the first of those who share the GPU now.
+    #: Before the first of the holders that share the GPU now.
     memory_used_mb: float | None = None
     memory_usage_percent: float | None = None
     #: Before this grant; None where processes cannot be seen.
@@ -36,7 +33,7 @@ class HeldGPU:
 
 @record
 class Quarantine:
-    """Why and since when a GPU is nobody's, and until when at least."""
+    """Why a lease is in quarantine, since when, and until when at least."""
 
     reason: str
     since: float
@@ -51,15 +48,15 @@ class Lease:
     gpu_ids: tuple[str, ...]
     #: For each of `gpu_ids`.
     held: tuple[HeldGPU, ...]
-    #: Grows with every grant, so that a late message of an old holder is recognised.
+    #: The fencing token: grows with every grant, so that a late message of an old holder is recognised.
     fence: int
     state: LeaseState
     requested_at: float
     granted_at: float
-    #: What the holder is told; the pool itself waits `expiry_grace_seconds` longer.
+    #: For the holder; the pool itself waits `expiry_grace_seconds` longer.
     expires_at: float | None
     quarantine: Quarantine | None = None
-    #: The asking whose answer made it held; empty once anybody may know of it by another one.
+    #: The poll that delivered the grant; empty once another poll or a renewal may have.
     poll_id: str = ""
 
     @property
@@ -72,7 +69,7 @@ class Lease:
 
     @property
     def worker(self) -> str:
-        """Its holder, as others are told."""
+        """Its holder's name in explanations to others."""
         return self.request.worker_id or self.request.request_id
 
     def moved(self, target: LeaseState, **changes: Any) -> Lease:
@@ -81,7 +78,7 @@ class Lease:
         return replace(self, state=target, **changes)
 
     def extended(self, expires_at: float | None, poll_id: str = "") -> Lease:
-        """By its holder, or by an asking; only if that is the one that brought it about, nobody else knows of it."""
+        """Renewed by its holder or by a poll; `poll_id` stays only if it is the poll that delivered the grant."""
         return replace(self, expires_at=expires_at, poll_id=poll_id if poll_id == self.poll_id else "")
 
 
@@ -89,12 +86,12 @@ class WorkerAssignmentTracker:
     """All leases that are held, offered or in quarantine. Belongs to one thread."""
 
     def __init__(self, gpus: Mapping[str, GPUResourceState]) -> None:
-        #: To look at; only `assign` and `release` change it.
+        #: Read-only outside: `assign` and `release` change it.
         self.by_id: dict[str, Lease] = {}
         self._gpus = gpus
 
     def assign(self, lease: Lease) -> None:
-        """A new one, or one that has changed, in the place of what it was."""
+        """Add a lease, or replace it by its new version."""
         lease_id = lease.lease_id
         self.by_id[lease_id] = lease
         for gpu_id in lease.gpu_ids:

@@ -1,4 +1,4 @@
-"""The circuit breaker of one endpoint: whether to ask it now, and when again. It is told the time and the jitter."""
+"""The circuit breaker of one endpoint: whether to call it now, and when again. Time and jitter are arguments."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class BreakerState(State):
-    #: The endpoint is asked as often as anyone likes.
+    #: Every call goes through.
     CLOSED = "closed"
     #: It failed and is left alone until `retry_at`.
     OPEN = "open"
-    #: One caller at a time may ask it; the others go by what that one finds.
+    #: One caller at a time may probe it.
     HALF_OPEN = "half_open"
 
 
-#: From each state where it may go, and what takes it there.
+#: For each state the next ones, and what leads there.
 BREAKER_MOVES: Mapping[BreakerState, Mapping[BreakerState, str]] = {
     BreakerState.CLOSED: {BreakerState.OPEN: "a fetch and all its retries failed"},
     BreakerState.OPEN: {BreakerState.HALF_OPEN: "its time is over, or an administrator asks for a probe"},
@@ -33,14 +33,14 @@ BREAKER_MOVES: Mapping[BreakerState, Mapping[BreakerState, str]] = {
 
 
 class Breaker:
-    """Every `try_enter` that said yes must be answered by exactly one `succeeded`, `failed` or `left`.
+    """Every `try_enter` that returned True must be answered by exactly one `succeeded`, `failed` or `left`.
 
-    Who entered before the breaker opened may answer after it did; such a late answer tells nothing new. The
-    probe waits until all of them are out, so that no late answer can be taken for the probe's.
+    A caller that entered before the breaker opened may answer after it did; such a late answer is ignored. The probe
+    waits until all of them have answered, so that no late answer is taken for the probe's.
     """
 
     def __init__(self, open_seconds: float = 5.0, longest_open_seconds: float = 300.0) -> None:
-        # The comparison is false for NaN, too.
+        # False for NaN, too.
         if not 0 < open_seconds <= longest_open_seconds < inf:
             raise ValueError(
                 "open_seconds must be above 0 and at most longest_open_seconds, which must be finite, "
@@ -59,7 +59,7 @@ class Breaker:
         #: When it last came back; `None` where it was never lost, or never came back.
         self.recovered_at: float | None = None
         self.probes_begun = 0
-        # Doubled rather than computed from `failures`, whose power of two would some day be no float.
+        # Doubled, because 2 to the power of `failures` would overflow some day.
         self._nominal_seconds = open_seconds
         self._not_before = -inf
         self._inside = 0
@@ -113,7 +113,7 @@ class Breaker:
         self._not_before = not_before
 
     def left(self) -> None:
-        """Free the place without a verdict: the fetch was cancelled, or its answer says nothing about health."""
+        """Leave without a verdict: the fetch was cancelled, or its answer says nothing about health."""
         self._leave()
 
     def probe_soon(self, now: float) -> None:
@@ -122,7 +122,7 @@ class Breaker:
             self.retry_at = min(self.retry_at, now)
 
     def probe_by(self, at: float) -> None:
-        """Let a probe be made by then, unless the endpoint asked for more patience."""
+        """Let a probe be made by then, unless the endpoint asked for a longer pause."""
         if self.retry_at is not None:
             self.retry_at = max(min(self.retry_at, at), self._not_before)
 
@@ -131,7 +131,7 @@ class Breaker:
 
     def _leave(self) -> None:
         if not self._inside:
-            raise IllegalEventError("nobody is inside the breaker: a verdict needs a try_enter() that said yes")
+            raise IllegalEventError("no caller is inside the breaker: a verdict needs a try_enter() that returned True")
         self._inside -= 1
 
     def _move(self, target: BreakerState) -> None:

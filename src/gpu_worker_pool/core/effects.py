@@ -1,4 +1,4 @@
-"""Effects: everything a pool can want done. Whoever drives it performs them, and nothing else."""
+"""Effects: what a pool wants done. Its driver (a ledger, or `WorkerPoolManager`) performs them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 @record
 class Granted:
-    """Tell the asker that these GPUs are its own now."""
+    """The client has these GPUs now."""
 
     lease: Lease
 
 
 @record
 class Ended:
-    """Tell the asker that its request ended without a grant, and why; or, asked again, how its grant ended."""
+    """The request ended without a grant, and why; for a repeated request also how its grant ended."""
 
     request_id: str
     state: RequestState
@@ -29,7 +29,7 @@ class Ended:
 
 @record
 class LeaseEnded:
-    """Tell the holder, if it can be told, that the GPUs are not its own any more."""
+    """The holder has lost these GPUs."""
 
     lease: Lease
     state: LeaseState
@@ -45,7 +45,7 @@ class ReadingWanted:
 
 @record
 class WakeAt:
-    """Send `Ticked` at this moment, if nothing earlier was asked for."""
+    """Send `Ticked` at this moment."""
 
     at: float
 

@@ -1,4 +1,4 @@
-"""Events: everything that can happen to a pool. Whoever drives it turns calls, messages and signals into these."""
+"""Events: everything that can happen to a pool. Its driver turns calls, messages and signals into these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @record
 class Request:
-    """Who asks for what. Asking twice under one id must mean the same request."""
+    """Who requests what. A request that is repeated under its id must be equal."""
 
     request_id: str
     requirements: Requirements = ANY_GPU
@@ -26,33 +26,33 @@ class Request:
     label: str | None = None
     #: How long a grant lives without renewal; None: until it is released (an assignment within one process).
     ttl_seconds: float | None = None
-    #: Whose waiting requests are counted together; empty: nobody's.
+    #: Waiting requests of one account are counted together; empty: not counted.
     account: str = ""
-    #: Names the process that asks, where others on its host can see whether it is still there (rule 10).
+    #: The requesting process, where other processes of its host can see whether it is still there (rule 10).
     process: str = ""
 
 
 @record
 class Requested:
-    """Somebody asks, for the first time or again (rule 9)."""
+    """A client requests GPUs, or polls for a request it made before (rule 9)."""
 
     request: Request
     #: When to stop waiting.
     deadline: float | None = None
-    #: Until when the asker listens for the answer; None: until it has one.
+    #: Until when the client waits for the answer; None: until it has one.
     poll_deadline: float | None = None
-    #: Whether GPUs may be kept for it here: one that waits in several places may have them kept in one only (rule 4).
+    #: Whether GPUs may be reserved for it: a client that waits at several servers may reserve at one only (rule 4).
     may_reserve: bool = True
-    #: Names this one asking, for `PollAbandoned`.
+    #: Names this poll, for `PollAbandoned`.
     poll_id: str = ""
 
 
 @record
 class Cancelled:
-    """A request is taken back; if it was granted in that instant, so is the grant (rule 7)."""
+    """A request is cancelled; if it was granted at that instant, the grant is released (rule 7)."""
 
     request_id: str
-    #: Whoever says so; None: somebody who may do anything.
+    #: The owner that cancels; None: an administrator.
     by: str | None = None
 
 
@@ -77,12 +77,12 @@ class Renewed:
 
 @record
 class PollAbandoned:
-    """Nobody is there any more to hear the answer to this asking: what it is granted is only offered (rule 9)."""
+    """The answer to this poll will not be read: a grant becomes an offer (rule 9)."""
 
     request_id: str
-    #: Which asking. Its asker may have asked again since: what another asking waits for, or was told, stays as it is.
+    #: Which poll. If the client has polled again since, nothing changes.
     poll_id: str
-    #: Whether it is the asker who went, and not whoever would have answered, as when a server stops.
+    #: Whether the client hung up; else the server stops.
     is_gone: bool = True
 
 
@@ -104,26 +104,26 @@ class QuarantineEnded:
 
 @record
 class Observed:
-    """All GPUs of one endpoint were read; those that are missing are not there now."""
+    """All GPUs of one endpoint were read; GPUs not among them are missing now."""
 
     endpoint_id: str
     readings: tuple[Reading, ...]
-    #: When the reading began: whatever happened since may not show in it.
+    #: When the reading began: it may not show what happened since.
     begun_at: float
 
 
 @record
 class Unreachable:
-    """An endpoint does not answer, or not yet: its GPUs leave the counts, its assignments are kept."""
+    """An endpoint does not answer, or not yet: its GPUs are not counted, and its leases stay."""
 
     endpoint_id: str
-    #: It will not be asked any more either: what it had says nothing about what can be had.
+    #: It is no longer used: its GPUs no longer count as possible.
     is_removed: bool = False
 
 
 @record
 class GPUsVanished:
-    """GPUs ceased to exist, as MIG devices do; a GPU that is only missing from a reading has not."""
+    """GPUs no longer exist, as happens to MIG devices; a GPU that is missing from a reading still exists."""
 
     gpu_ids: tuple[str, ...]
 
@@ -135,9 +135,9 @@ class Ticked:
 
 @record
 class Resumed:
-    """Nobody served the ledger for so long: every lease and every waiter gets one full TTL (rule 10).
+    """No process served the ledger for a while: every lease and every waiter gets one full TTL (rule 10).
 
-    Whoever keeps the ledger knows that, by the stamp the last one to serve it left; it says so before anything else.
+    The ledger knows that from the time of its last transaction, and submits this before anything else.
     """
 
     unserved_seconds: float
@@ -145,7 +145,7 @@ class Resumed:
 
 @record
 class Stopped:
-    """Everybody who waits is told that nobody will be served."""
+    """The pool stops: every waiting request ends."""
 
 
 Event = (

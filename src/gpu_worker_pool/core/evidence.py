@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def trace_of(lease: Lease, gpu: GPUResourceState, settings: PoolSettings) -> str | None:
-    """What speaks against the GPU being empty; None if a reading begun after the quarantine shows nothing left."""
+    """Why the GPU may not be empty; None if a reading begun after the quarantine shows it empty."""
     if gpu.is_gone:
         return None
     reading = gpu.reading
@@ -42,15 +42,15 @@ def trace_of(lease: Lease, gpu: GPUResourceState, settings: PoolSettings) -> str
 
 
 def _trace_beside(others: list[Lease], before: HeldGPU, reading: Reading, settings: PoolSettings) -> str | None:
-    """The same on a GPU that others share: what came after the grant may be theirs, up to what they were promised."""
+    """The same on a GPU that others share: what came after the grant may be theirs, up to the memory they declared."""
     there = set() if reading.processes is None else {process.identity for process in reading.processes}
     for other in others:
         then = next(held for held in other.held if held.gpu_id == before.gpu_id)
         if then.processes is not None and before.processes is not None and (then.processes - before.processes) & there:
-            return f"what was there before {other.worker} came is there yet"
-    promised_mb = [other.request.requirements.memory_mb for other in others]
-    if reading.memory_used_mb is None or before.memory_used_mb is None or None in promised_mb:
-        return f"cannot be told from what {others[0].worker} uses"
-    limit = before.memory_used_mb + sum(filter(None, promised_mb)) + settings.returned_memory_slack_mb
+            return f"a process older than the lease of {other.worker} is still there"
+    declared_mb = [other.request.requirements.memory_mb for other in others]
+    if reading.memory_used_mb is None or before.memory_used_mb is None or None in declared_mb:
+        return f"cannot be distinguished from what {others[0].worker} uses"
+    limit = before.memory_used_mb + sum(filter(None, declared_mb)) + settings.returned_memory_slack_mb
     used = reading.memory_used_mb
     return f"{used:.0f} MB used, {limit:.0f} MB expected beside {others[0].worker}" if used > limit else None

@@ -1,4 +1,4 @@
-"""Rule 12: why a request waits. For every GPU what keeps it from the request, its place, and what it waits for."""
+"""Rule 12: explains why a request waits: its place in the queue, and for every GPU why it cannot have it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GPUExplanation:
     endpoint_id: str
     #: None while the GPU has never been read.
     name: str | None
-    #: What keeps it from the request; empty if nothing does.
+    #: Why the request cannot have it; empty if it can.
     obstacles: tuple[Obstacle, ...]
 
     def __str__(self) -> str:
@@ -31,15 +31,15 @@ class GPUExplanation:
 @record
 class Explanation:
     requirements: Requirements
-    #: 1 is next; what it would be, for wishes that nobody has asked for yet.
+    #: 1 is next; for requirements without a request, the place it would have.
     position: int
     waiting_seconds: float
     gpus: tuple[GPUExplanation, ...]
     #: Why no GPU can ever serve it; such a request is rejected at once.
     impossible: tuple[str, ...]
-    #: What it waits for, or what would become of it.
+    #: What it waits for, or what would happen to it.
     verdict: str
-    #: Whether its place in the line has to do with it.
+    #: Whether its place in the queue matters.
     is_queued: bool
 
     @property
@@ -48,7 +48,7 @@ class Explanation:
         return self.summary_at(self.position)
 
     def summary_at(self, position: int) -> str:
-        """For one at another place who asks for the same: they wait for the same."""
+        """The summary for an equal request at another place."""
         place = ""
         if self.is_queued:
             place = "next in line; " if position == 1 else f"number {position} in line; "
@@ -67,7 +67,7 @@ def explain(pool: Pool, request_id: str, now: float) -> Explanation | None:
 
 
 def explain_requirements(pool: Pool, requirements: Requirements, now: float) -> Explanation:
-    """Why somebody who asked for this now would wait."""
+    """Why a request with these requirements would wait now."""
     return _explain(pool, requirements, None, max(now, pool.now))
 
 
@@ -80,10 +80,10 @@ def _explain(pool: Pool, requirements: Requirements, waiter: Waiter | None, now:
     gpus = []
     for gpu in pool.allocator.gpus.values():
         if (gpu.is_gone or gpu.last_seen is None) and not gpu.leases:
-            continue  # of the past: nothing is promised on it, and nobody has seen it since this process began
+            continue  # not seen since this process began, and without a lease
         found = list(obstacles(gpu, requirements, pool.settings, now))
         if gpu.gpu_id in withheld:
-            found.append(Obstacle(ObstacleKind.RESERVED, f"kept for {withheld[gpu.gpu_id]}"))
+            found.append(Obstacle(ObstacleKind.RESERVED, f"reserved for {withheld[gpu.gpu_id]}"))
         name = gpu.last_seen.name if gpu.last_seen is not None else None
         gpus.append(GPUExplanation(gpu.gpu_id, gpu.endpoint.endpoint_id, name, tuple(found)))
     impossible = pool.allocator.impossible(requirements)
@@ -92,13 +92,13 @@ def _explain(pool: Pool, requirements: Requirements, waiter: Waiter | None, now:
 
 
 def _withheld(pool: Pool, order: tuple[int, int], now: float) -> dict[str, str]:
-    """The GPUs that one of this order cannot have because of one before it: which, and for whom."""
+    """The GPUs that are withheld from this place in the order, and for which earlier waiter."""
     withheld = {}
     for request_class, earlier in pool.queue.heads():
         if earlier.order >= order:
             break
         for gpu_id in gpus_to_await(pool.allocator, request_class.requirements, now):
-            withheld[gpu_id] = f"{earlier.worker}, which is before you, until it was read again"
+            withheld[gpu_id] = f"{earlier.worker}, which is ahead of you, until it is read again"
         if earlier is pool.reserved_for:
             for gpu_id in earlier.reserved:
                 withheld[gpu_id] = f"{earlier.worker}, which has waited longer"
@@ -118,7 +118,7 @@ def _verdict(
     if most >= requirements.count:
         return "could be granted now", False
     why = Counter(gpu.obstacles[0].kind for gpu in gpus if gpu.obstacles)
-    reasons = ", ".join(f"{number} {kind.value.replace('_', ' ')}" for kind, number in why.most_common())
+    reasons = ", ".join(f"{number} {kind.name.lower().replace('_', ' ')}" for kind, number in why.most_common())
     together = " on one endpoint" if len(pool.allocator.endpoints) > 1 else ""
     lacking = f"{most} of {requirements.count} free{together}; " if requirements.count > 1 else ""
     return f"{lacking}of {len(gpus)} {'GPU' if len(gpus) == 1 else 'GPUs'}: {reasons}", True

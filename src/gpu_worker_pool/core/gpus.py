@@ -1,4 +1,4 @@
-"""What the pool knows of each GPU and each endpoint: the last reading, and what the ledger adds to it."""
+"""The state of each GPU and each endpoint: the last reading, and the leases on it."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class EndpointState:
 
     def __init__(self, endpoint_id: str, order: int) -> None:
         self.endpoint_id = endpoint_id
-        #: The order in which endpoints became known settles what nothing else does.
+        #: The order in which endpoints became known; breaks ties.
         self.order = order
         self.gpus: dict[str, GPUResourceState] = {}
         #: Whether the last attempt to read it succeeded.
         self.is_answering = False
-        #: Whether nobody asks it any more.
+        #: Whether it is no longer used.
         self.is_removed = False
         #: How many GPUs the last reading showed; 0 also while the endpoint does not answer.
         self.present = 0
         #: When the last reading began.
         self.begun_at = -math.inf
-        #: The GPUs that a request without special wishes could have now, best first (rule 3).
+        #: The GPUs that a request for any GPU could have now, best first (rule 3).
         self.free: RankedSet[GPUResourceState] = RankedSet()
         #: For the balancing strategies.
         self.last_fence = 0
@@ -79,23 +79,23 @@ class GPUResourceState:
         self.endpoint = endpoint
         #: None while the GPU is missing from its endpoint's readings.
         self.reading: Reading | None = None
-        #: What it is ranked by: memory and utilization added up; what is not known may be the worst there is.
+        #: Memory and utilization added up, to rank by; what is unknown counts as 100 %.
         self.usage_percent = 200.0
         self.index = 0
-        #: The last reading there was, for what does not change: a GPU that is only missing is still part of the host.
+        #: The last reading there was, for what does not change: a missing GPU is still part of the host.
         self.last_seen: Reading | None = None
-        #: True once it ceased to exist, as MIG devices do.
+        #: True once it no longer exists, as happens to MIG devices.
         self.is_gone = False
-        #: As the next lease would remember it: the last reading, or what was there before a lease that ended since.
+        #: What the next lease will remember: the last reading, or the state before a lease that ended since.
         self.baseline = HeldGPU(gpu_id)
-        #: Whether the reading alone would let a request without special wishes have it.
+        #: Whether a request for any GPU could have it, by its reading alone.
         self.is_usable = False
-        #: Everything promised on it: held, offered and in quarantine.
+        #: All leases on it: held, offered and in quarantine.
         self.leases: dict[str, Lease] = {}
-        #: When the last lease on it ended, and how many readings were asked for since (rule 8).
+        #: When the last lease on it ended, and how many readings were requested since (rule 8).
         self.freed_at = -math.inf
         self.readings_wanted = 0
-        #: Readings begun before this say nothing about whether it is free.
+        #: Readings begun before this do not show whether it is free.
         self.read_after = -math.inf
         #: The fence of the last grant: the lower, the longer ago.
         self.last_fence = 0
@@ -114,7 +114,7 @@ class GPUResourceState:
         )
 
     def baseline_now(self) -> HeldGPU:
-        """Those who share a GPU all remember the memory used before the first of them."""
+        """All holders that share a GPU remember the memory used before the first of them."""
         if not self.leases:
             return self.baseline
         first = self._first_held()
@@ -136,7 +136,7 @@ class GPUResourceState:
         return reading.memory_total_mb - max(reading.memory_used_mb, used_before + declared)
 
     def foreign_processes(self) -> Iterable[ProcessReading] | None:
-        """Processes of no holder: all of them on a free GPU, else those that were there before the first holder."""
+        """Processes that belong to no holder: on a held GPU, those that were there before the first holder."""
         reading = self.reading
         if reading is None or reading.processes is None:
             return None
@@ -152,5 +152,5 @@ class GPUResourceState:
         return first.held[first.gpu_ids.index(self.gpu_id)]
 
     def __repr__(self) -> str:
-        promises = ", ".join(f"{lease.lease_id} {lease.state}" for lease in self.leases.values())
-        return f"<GPU {self.gpu_id}: {promises or 'nothing promised'}>"
+        leases = ", ".join(f"{lease.lease_id} {lease.state}" for lease in self.leases.values())
+        return f"<GPU {self.gpu_id}: {leases or 'no lease'}>"

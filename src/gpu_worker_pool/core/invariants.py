@@ -1,4 +1,4 @@
-"""What must always be true of a pool. Slow, and independent of the shortcuts it checks; for tests and for doubt."""
+"""Checks what must always be true of a pool. Slow, and independent of the shortcuts it checks; for tests."""
 
 from __future__ import annotations
 
@@ -21,36 +21,39 @@ def must(is_so: object, otherwise: str) -> None:
 
 def check_invariants(pool: Pool) -> None:
     """Raises AssertionError with the first thing that is not as it must be."""
-    _check_promises(pool)
-    _check_books(pool)
+    _check_leases(pool)
+    _check_requests(pool)
     _check_queue(pool)
     _check_index(pool)
     _check_timers(pool)
     _check_nothing_forgotten(pool)
 
 
-def _check_promises(pool: Pool) -> None:
-    """No GPU is promised twice."""
+def _check_leases(pool: Pool) -> None:
+    """No GPU is granted twice."""
     for gpu in pool.allocator.gpus.values():
         for lease in gpu.leases.values():
-            must(pool.leases.lookup(lease.lease_id) is lease, f"{gpu} carries a {lease.lease_id} of its own")
+            must(pool.leases.lookup(lease.lease_id) is lease, f"{gpu} has another {lease.lease_id} than the pool")
         is_shared_by_all = all(lease.is_shareable for lease in gpu.leases.values())
-        must(len(gpu.leases) <= 1 or is_shared_by_all, f"{gpu} is promised twice")
+        must(len(gpu.leases) <= 1 or is_shared_by_all, f"{gpu} is granted twice")
     fences = [lease.fence for lease in pool.leases]
     must(len(set(fences)) == len(fences), "two leases have one fence")
-    must(max(fences, default=0) <= pool.fence, "a lease has a fence that was not given out")
+    must(max(fences, default=0) <= pool.fence, "a lease has a fence that was never issued")
     for lease in pool.leases:
-        must(len(set(lease.gpu_ids)) == lease.request.requirements.count, f"{lease} has not what it asked for")
+        must(
+            len(set(lease.gpu_ids)) == lease.request.requirements.count,
+            f"{lease} has a wrong number of GPUs",
+        )
         gpus = [pool.allocator.gpus[gpu_id] for gpu_id in lease.gpu_ids]
         must(lease.gpu_ids == tuple(held.gpu_id for held in lease.held), f"{lease} names other GPUs than it has")
         must(all(gpu.leases.get(lease.lease_id) is lease for gpu in gpus), f"{lease} is not on its GPU")
         must({gpu.endpoint.endpoint_id for gpu in gpus} == {lease.endpoint_id}, f"{lease} spans endpoints")
     on_gpus = {lease_id for gpu in pool.allocator.gpus.values() for lease_id in gpu.leases}
-    must(on_gpus == {lease.lease_id for lease in pool.leases}, "a GPU carries a lease that has ended")
+    must(on_gpus == {lease.lease_id for lease in pool.leases}, "a GPU has a lease that has ended")
 
 
-def _check_books(pool: Pool) -> None:
-    """Everything that came in is in exactly one place."""
+def _check_requests(pool: Pool) -> None:
+    """Every request is in exactly one place."""
     waiting = {waiter.request.request_id: waiter for waiter in pool.queue.in_order()}
     holding = {lease.request.request_id: lease for lease in pool.leases}
     remembered = {outcome.request.request_id: outcome for outcome in pool.outcomes}
@@ -65,40 +68,40 @@ def _check_books(pool: Pool) -> None:
 
 def _check_queue(pool: Pool) -> None:
     for request_class in pool.queue.request_classes():
-        must(request_class.waiters, "an empty line was left behind")
+        must(request_class.waiters, "an empty request class was left behind")
         tickets = [waiter.ticket for waiter in request_class.waiters.values()]
-        must(tickets == sorted(tickets), "a line is out of order")
+        must(tickets == sorted(tickets), "a request class is out of order")
         must(
             all(waiter.request.requirements == request_class.requirements for waiter in request_class.waiters.values()),
-            "one stands in a wrong line",
+            "a waiter is in a wrong request class",
         )
         must(
             request_class.is_any_gpu == pool.allocator.is_any_gpu(request_class.requirements),
-            f"{request_class.requirements} are not what their line says",
+            f"{request_class.requirements} are not what their request class says",
         )
     must(
         sum(len(request_class.waiters) for request_class in pool.queue.request_classes()) == len(pool.queue),
-        "the lines and the queue disagree",
+        "the request classes and the queue disagree",
     )
     reserved_for = pool.reserved_for
     if reserved_for is not None:
-        must(pool.requests.get(reserved_for.request.request_id) is reserved_for, "GPUs are kept for nobody")
+        must(pool.requests.get(reserved_for.request.request_id) is reserved_for, "GPUs are reserved for no waiter")
         must(
             len(reserved_for.reserved) == reserved_for.request.requirements.count,
-            "more or fewer GPUs are kept than were asked for",
+            "more or fewer GPUs are reserved than were requested",
         )
-    must(not pool.improved and not pool.has_new_class, "somebody was not looked at")
+    must(not pool.improved and not pool.has_new_class, "a waiter was not looked at")
     for waiter in pool.queue.in_order():
         must(
             waiter.request_class is pool.queue.request_class(waiter.request.requirements)
             and waiter.state is RequestState.WAITING,
             f"{waiter} has ended and still waits",
         )
-        must(waiter is reserved_for or not waiter.reserved, "GPUs are kept for two")
+        must(waiter is reserved_for or not waiter.reserved, "GPUs are reserved for two waiters")
 
 
 def _check_index(pool: Pool) -> None:
-    """The shortcut for requests without special wishes says what the rules say."""
+    """The index of free GPUs says what the rules say."""
     allocator = pool.allocator
     for endpoint in allocator.endpoints.values():
         seen = sum(gpu.reading is not None for gpu in endpoint.gpus.values())
@@ -115,18 +118,21 @@ def _check_timers(pool: Pool) -> None:
         if waiter.deadline is not None or waiter.gives_up_at is not None:
             expected.add(("waiter", waiter.request.request_id))
     for lease in pool.leases:
-        must((lease.quarantine is not None) == (lease.state is LeaseState.QUARANTINED), f"{lease} contradicts itself")
+        must(
+            (lease.quarantine is not None) == (lease.state is LeaseState.QUARANTINED),
+            f"{lease} contradicts itself",
+        )
         if pool.now < lease.quarantine.until if lease.quarantine is not None else lease.expires_at is not None:
             expected.add(("lease", lease.lease_id))
     running = {(kind, name) for _, kind, name in pool.timers.items() if kind != "reading"}
     must(running == expected, f"timers {running ^ expected} are missing or left over")
     earliest = min((at for at, _, _ in pool.timers.items()), default=math.inf)
-    must(pool.timers.not_before <= earliest, "something may be overslept")
-    must(pool.timers.next_at() > pool.now, "something due was not done")
+    must(pool.timers.not_before <= earliest, "a timer may be missed")
+    must(pool.timers.next_at() > pool.now, "a timer that was due has not run")
 
 
 def _check_nothing_forgotten(pool: Pool) -> None:
-    """No lost wake-up: nobody waits who could be served."""
+    """No lost wake-up: no request waits that could be served."""
     allocator, reserved_for = pool.allocator, pool.reserved_for
     withheld: set[str] = set()
     for waiter in pool.queue.in_order():

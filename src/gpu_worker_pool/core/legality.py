@@ -1,4 +1,4 @@
-"""Rules 9 and 11, the refusals: which events are illegal. Looks, raises `IllegalEventError`, and changes nothing."""
+"""Rules 9 and 11, the refusals: checks events, raises `IllegalEventError`, and changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_requested(pool: Pool, event: Requested, now: float) -> None:
     if known is not None:
         if known.request != request:
             raise RequestMismatchError(
-                f"request id {request.request_id!r} was used for another request; choose a new id for a new wish"
+                f"request id {request.request_id!r} was used for another request; choose a new id"
             )
         return
     most = pool.settings.most_waiting_of_an_account
@@ -42,7 +42,7 @@ def check_requested(pool: Pool, event: Requested, now: float) -> None:
 def check_cancelled(pool: Pool, event: Cancelled, now: float) -> None:
     known = _known(pool, event.request_id, now)
     if known is not None and event.by is not None and event.by != known.request.owner:
-        raise NotYourLeaseError(f"request {event.request_id!r} belongs to somebody else")
+        raise NotYourLeaseError(f"request {event.request_id!r} is not yours")
 
 
 def check_released(pool: Pool, event: Released, now: float) -> None:
@@ -66,13 +66,13 @@ def check_renewed(pool: Pool, event: Renewed, now: float) -> None:
         raise LeaseEndedError(f"{event.lease_id} has ended: {_why_it_ended(outcome)}")
     _check_not_lost(pool, lease, now)
     if lease.state is LeaseState.OFFERED:
-        raise IllegalEventError(f"{event.lease_id} has not been claimed yet; ask again with its request id")
+        raise IllegalEventError(f"{event.lease_id} is not claimed yet; repeat the request with its id")
 
 
 def _why_it_ended(outcome: Outcome | None) -> str:
     if outcome is None or not outcome.reasons:
         return "it was released"
-    # Its holder wants to know why it was lost, not why somebody else may have the GPU.
+    # Its holder wants to know why it was lost, not why the GPU is free again.
     quarantine = outcome.lease.quarantine if outcome.lease is not None else None
     return "; ".join(outcome.reasons) if quarantine is None else quarantine.reason
 
@@ -84,13 +84,13 @@ def check_quarantine_ended(pool: Pool, event: QuarantineEnded, now: float) -> No
 
 
 def _known(pool: Pool, request_id: str, now: float) -> Waiter | Lease | Outcome | None:
-    """What ended too long ago is not known any more, whether or not anybody has forgotten it yet."""
+    """What ended too long ago is unknown, even if it is still in memory."""
     known = pool.requests.get(request_id)
     return None if isinstance(known, Outcome) and pool.outcomes.is_old(known, now) else known
 
 
 def _check_holder(pool: Pool, event: Released | Renewed, now: float) -> Lease | None:
-    """That the lease is known and the speaker's; None if it has ended."""
+    """The lease, which must be known and the caller's; None if it has ended."""
     known = lease = pool.leases.lookup(event.lease_id)
     if known is None:
         outcome = pool.outcomes.of_lease(event.lease_id, now)
@@ -98,7 +98,7 @@ def _check_holder(pool: Pool, event: Released | Renewed, now: float) -> Lease | 
     if known is None:
         raise UnknownLeaseError(f"there is no {event.lease_id}, or it ended long ago")
     if event.by is not None and event.by != known.request.owner:
-        raise NotYourLeaseError(f"{event.lease_id} belongs to somebody else")
+        raise NotYourLeaseError(f"{event.lease_id} is not yours")
     if event.fence is not None and event.fence != known.fence:
         raise LeaseEndedError(f"{event.lease_id} has fence {known.fence}, not {event.fence}: the message is outdated")
     return lease

@@ -31,7 +31,7 @@ class MirrorPool(Pool):
 
     def observe(self, endpoint_id: str, readings: Iterable[Reading], begun_at: float) -> None:
         known = self.allocator.endpoint(endpoint_id).gpus
-        # A GPU that is held here is not promised to somebody else.
+        # A GPU that this client holds is not leased to another one.
         own = [
             replace(reading, is_promised_elsewhere=False)
             if reading.is_promised_elsewhere and (gpu := known.get(reading.gpu_id)) is not None and gpu.leases
@@ -74,7 +74,7 @@ class MirrorPool(Pool):
         )
         self.leases.assign(lease)
         self.allocator.granted(gpus, self.fence)
-        # A reading may have shown the promise before the answer said that it was made to this client.
+        # A reading may have shown the lease before the answer said that it is this client's.
         if any(gpu.reading is not None and gpu.reading.is_promised_elsewhere for gpu in gpus):
             endpoint = self.allocator.endpoint(endpoint_id)
             known = [gpu.reading for gpu in endpoint.gpus.values() if gpu.reading is not None]

@@ -25,24 +25,24 @@ class RequestState(State):
 
 
 class LeaseState(State):
-    #: Granted while its asker was between two polls; nobody has been told yet.
+    #: Granted while its client was between two polls; the client does not know of it yet.
     OFFERED = "offered"
     HELD = "held"
-    #: No longer its holder's, not yet anybody else's.
+    #: No longer its holder's, and not yet free.
     QUARANTINED = "quarantined"
     RELEASED = "released"
     RECLAIMED = "reclaimed"
     LOST = "lost"
 
 
-#: From each state where it may go, and what takes it there. A state that leads nowhere is an end.
+#: For each state the next ones, and what leads there. A state without a next one is final.
 REQUEST_MOVES: Mapping[RequestState, Mapping[RequestState, str]] = {
     RequestState.WAITING: {
-        RequestState.GRANTED: "every GPU it asked for is free for it",
+        RequestState.GRANTED: "enough eligible GPUs are free",
         RequestState.TIMED_OUT: "its deadline passed",
-        RequestState.CANCELLED: "its asker took it back",
+        RequestState.CANCELLED: "its client cancelled it",
         RequestState.REJECTED: "no endpoint can ever serve it",
-        RequestState.GIVEN_UP: "its asker stopped asking",
+        RequestState.GIVEN_UP: "its client stopped polling",
         RequestState.STOPPED: "the pool stopped",
     },
     RequestState.GRANTED: {},
@@ -55,14 +55,14 @@ REQUEST_MOVES: Mapping[RequestState, Mapping[RequestState, str]] = {
 
 LEASE_MOVES: Mapping[LeaseState, Mapping[LeaseState, str]] = {
     LeaseState.OFFERED: {
-        LeaseState.HELD: "its asker came back for it",
-        LeaseState.RELEASED: "its asker cancelled",
-        LeaseState.RECLAIMED: "nobody came for it in time, or will",
+        LeaseState.HELD: "its client polled again",
+        LeaseState.RELEASED: "its client cancelled",
+        LeaseState.RECLAIMED: "it was not claimed in time, or its client is gone",
         LeaseState.LOST: "all its GPUs are gone",
     },
     LeaseState.HELD: {
-        LeaseState.OFFERED: "the news of it did not reach its asker",
-        LeaseState.RELEASED: "its holder gave it back, or cancelled as it came",
+        LeaseState.OFFERED: "the answer did not reach its client",
+        LeaseState.RELEASED: "its holder released it, or cancelled at that instant",
         LeaseState.QUARANTINED: "it expired, or its holder or one of its GPUs is gone",
         LeaseState.LOST: "all its GPUs are gone",
     },

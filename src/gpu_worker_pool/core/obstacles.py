@@ -1,4 +1,4 @@
-"""Rule 1 and rule 2: everything that keeps a GPU from a request, each with its numbers. No obstacle means eligible."""
+"""Rules 1 and 2: every reason why a request cannot have a GPU, with its numbers. Without one, the GPU is eligible."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class ObstacleKind(StrEnum):
-    # Nothing that happens to this GPU can remove these.
+    # These never pass.
     WRONG_MODEL = "wrong_model"
     NOT_AMONG_ONLY = "not_among_only"
     EXCLUDED = "excluded"
     TOO_SMALL = "too_small"
     THRESHOLD_IS_ZERO = "threshold_is_zero"
     MIG_DEVICE = "mig_device"
-    # What is known of it.
+    # What is known of the GPU.
     NOT_SEEN = "not_seen"
     READING_TOO_OLD = "reading_too_old"
     READING_BEFORE_RELEASE = "reading_before_release"
@@ -38,7 +38,7 @@ class ObstacleKind(StrEnum):
     FOREIGN_PROCESS = "foreign_process"
     PROCESSES_UNKNOWN = "processes_unknown"
     TOO_LITTLE_FREE = "too_little_free"
-    # What was promised.
+    # Leases and reservations.
     HELD = "held"
     QUARANTINED = "quarantined"
     PROMISED_ELSEWHERE = "promised_elsewhere"
@@ -50,7 +50,7 @@ class ObstacleKind(StrEnum):
 class Obstacle:
     kind: ObstacleKind
     text: str
-    #: The number that is, and the one it had to be below or above, where there are such.
+    #: The measured value and its limit, where there are such.
     actual: float | None = None
     limit: float | None = None
 
@@ -73,8 +73,8 @@ def obstacles(
         yield Obstacle(ObstacleKind.READING_TOO_OLD, f"last read {age:.1f} s ago, more than {limit:g} s", age, limit)
     if gpu.endpoint.begun_at <= gpu.read_after:
         yield Obstacle(ObstacleKind.READING_BEFORE_RELEASE, "not read since its last lease ended")
-    # Promises before readings: what a held GPU is doing is its holder's doing.
-    yield from promise_obstacles(gpu, requirements, now)
+    # Leases before readings: the load of a held GPU is its holder's.
+    yield from lease_obstacles(gpu, requirements, now)
     yield from reading_obstacles(reading, gpu.foreign_processes(), requirements, settings)
 
 
@@ -103,14 +103,14 @@ def lasting_obstacles(reading: Reading, requirements: Requirements, settings: Po
 def reading_obstacles(
     reading: Reading, foreign: Iterable[ProcessReading] | None, requirements: Requirements, settings: PoolSettings
 ) -> Iterator[Obstacle]:
-    """What the GPU itself shows against the request. `foreign` processes are None where none can be seen."""
+    """Reasons in the reading itself. `foreign` processes are None where processes cannot be seen."""
     if reading.fault is not None:
         yield Obstacle(ObstacleKind.UNHEALTHY, f"unhealthy: {reading.fault}")
 
     used = reading.memory_usage_percent
     limit = memory_limit(requirements, settings)
     if used is None:
-        yield Obstacle(ObstacleKind.MEMORY_UNKNOWN, "does not tell its memory usage")
+        yield Obstacle(ObstacleKind.MEMORY_UNKNOWN, "does not report its memory usage")
     elif limit is not None and used >= limit:
         yield Obstacle(ObstacleKind.MEMORY_IN_USE, f"memory {used:.1f} % used, not below {limit:g} %", used, limit)
 
@@ -133,16 +133,16 @@ def reading_obstacles(
     if requirements.min_free_memory_mb is not None:
         free, needed = reading.memory_free_mb, requirements.min_free_memory_mb
         if free is None:
-            yield Obstacle(ObstacleKind.MEMORY_UNKNOWN, "does not tell its free memory")
+            yield Obstacle(ObstacleKind.MEMORY_UNKNOWN, "does not report its free memory")
         elif free < needed:
             text = f"{free:.0f} MB free, {needed:g} MB wanted"
             yield Obstacle(ObstacleKind.TOO_LITTLE_FREE, text, free, needed)
 
 
-def promise_obstacles(gpu: GPUResourceState, requirements: Requirements, now: float) -> Iterator[Obstacle]:
-    """What was promised to others. Rule 2: one worker a GPU, unless all of them declare memory and share."""
+def lease_obstacles(gpu: GPUResourceState, requirements: Requirements, now: float) -> Iterator[Obstacle]:
+    """Leases of others. Rule 2: one worker per GPU, unless all of them declare memory and share."""
     if gpu.reading is not None and gpu.reading.is_promised_elsewhere:
-        yield Obstacle(ObstacleKind.PROMISED_ELSEWHERE, "promised by its server to somebody else")
+        yield Obstacle(ObstacleKind.PROMISED_ELSEWHERE, "leased by its server to another client")
     for lease in gpu.leases.values():
         if requirements.share and lease.is_shareable:
             continue
@@ -156,19 +156,19 @@ def promise_obstacles(gpu: GPUResourceState, requirements: Requirements, now: fl
     if needed is not None:
         left = gpu.memory_left_mb()
         if left is None:
-            yield Obstacle(ObstacleKind.MEMORY_UNKNOWN, "does not tell how much memory is left")
+            yield Obstacle(ObstacleKind.MEMORY_UNKNOWN, "does not report how much memory is left")
         elif left < needed:
             text = f"{max(left, 0):.0f} MB left, {needed:g} MB wanted"
             yield Obstacle(ObstacleKind.TOO_LITTLE_LEFT, text, left, needed)
 
 
 def _few(names: tuple[str, ...]) -> str:
-    """A reason is told for every GPU, and kept: not all of very many names in each."""
+    """Shortened, because the text is stored for every GPU."""
     return ", ".join(names if len(names) <= 8 else (*names[:7], f"{len(names) - 7} more"))
 
 
 def memory_limit(requirements: Requirements, settings: PoolSettings) -> float | None:
-    """For requests that share, thresholds count only where they name them."""
+    """Requests that share have no thresholds but their own."""
     if requirements.memory_threshold is not None:
         return requirements.memory_threshold
     return None if requirements.share else settings.memory_threshold_percent

@@ -1,8 +1,8 @@
-"""The pool: every event goes in here, every decision comes out. No I/O, no clock, no randomness, no log.
+"""The pool takes every event and makes every decision. It does no I/O, reads no clock and writes no log.
 
-`apply(event, now)` is the only way to change a pool. It refuses an illegal event before it changes anything; it runs
-what time has brought due; it lets the event's handler change who holds and who waits; and if that may serve somebody
-who waits, it ends with `_assign`. The same events at the same times give the same pool and the same effects.
+`apply(event, now)` is the only way to let a pool decide. It refuses an illegal event before it changes anything; it
+runs the timers that are due; it lets the event's handler change leases and waiters; and if that may serve a waiter, it
+ends with `assign`. The same events at the same times give the same pool and the same effects.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     Handler = Callable[["Pool", Any, float], None]
 
-#: Needed at every grant and release, and looking an enum's member up costs as much as ranking a GPU.
+#: Needed at every grant and release, where looking up an enum's member costs as much as ranking a GPU.
 GRANTED, HELD, RELEASED = RequestState.GRANTED, LeaseState.HELD, LeaseState.RELEASED
 
 
@@ -59,15 +59,15 @@ class Pool:
     def __init__(
         self, settings: PoolSettings | None = None, requests: dict[str, Waiter | Lease | Outcome] | None = None
     ) -> None:
-        """`requests`: an empty dict, for whoever wants to note what changes in it."""
+        """`requests`: an empty dict to use, such as one that tracks its changes."""
         self.settings = settings or PoolSettings()
         #: The time of the last event; it never goes back.
         self.now = -math.inf
-        #: Grows with every grant, and with nothing else: so many grants there were.
+        #: How many grants there were: the fencing token of the last one.
         self.fence = 0
-        #: Grows with every arrival, and with nothing else: so many requests there were.
+        #: How many requests there were.
         self.ticket = 0
-        #: Where each request is: it waits, or holds, or has ended and is remembered.
+        #: Every request that waits, holds a lease, or has ended and is remembered.
         self.requests = {} if requests is None else requests
         self.queue = WorkerQueue()
         self.outcomes = RememberedOutcomes(
@@ -78,33 +78,33 @@ class Pool:
         self.timers = Timers()
         #: How many requests and leases have ended in each way.
         self.tally: dict[RequestState | LeaseState, int] = dict.fromkeys((*RequestState, *LeaseState), 0)
-        #: The one waiter for whom GPUs are kept; which ones, it knows itself (rule 4).
+        #: The one waiter with reserved GPUs; `Waiter.reserved` names them (rule 4).
         self.reserved_for: Waiter | None = None
-        #: Whether a line was begun that has not been looked at yet.
+        #: Whether there is a request class for which no GPU was looked for yet.
         self.has_new_class = False
-        #: GPUs that may have become eligible for somebody who waits, since the last assignment.
+        #: GPUs that may have become eligible for a waiter since the last assignment.
         self.improved: dict[str, GPUResourceState] = {}
         self.quarantined: dict[str, None] = {}
         self._effects: list[Effect] = []
-        #: The earliest moment that was asked for by `WakeAt` and has not come.
+        #: The earliest moment of a `WakeAt` that has not come yet.
         self._wake_at = math.inf
 
     def apply(self, event: Event, now: float) -> tuple[Effect, ...]:
-        """Let one thing happen. Raises `IllegalEventError`, and then nothing has changed."""
+        """Handle one event. Raises `IllegalEventError`, and then nothing has changed."""
         now = now if now > self.now else self.now
         check, handle = self._HANDLERS[type(event)]
         if check is not None:
             check(self, event, now)
         timers = self.timers
         self.now = now
-        # Rule 10: after a silence everybody is given time before anything counts as due.
+        # Rule 10: after an outage leases and waiters are extended before any timer runs.
         if now >= timers.not_before and type(event) is not Resumed:
             self._run_timers(now)
         handle(self, event, now)
         if self.queue.waiting or timers.not_before < math.inf:
             self._follow_up(now)
         elif self.improved:
-            self.improved.clear()  # nobody is left whom it could serve
+            self.improved.clear()  # no waiter is left that it could serve
         if not self._effects:
             return ()
         effects = tuple(self._effects)
@@ -133,7 +133,7 @@ class Pool:
     # ---- Time
 
     def _follow_up(self, now: float) -> None:
-        """After an event: who can be served now, what is due at once, which readings and which wake-up are wanted."""
+        """After an event: serve waiters, run what is due at once, ask for readings and for the next wake-up."""
         timers = self.timers
         if self.improved or self.has_new_class:
             assign(self, now)
@@ -163,7 +163,7 @@ class Pool:
                 lease = self.leases.lookup(name)
                 assert lease is not None  # as above
                 if lease.state is LeaseState.OFFERED:
-                    self._end_lease(lease, LeaseState.RECLAIMED, now, "nobody came for it in time")
+                    self._end_lease(lease, LeaseState.RECLAIMED, now, "it was not claimed in time")
                 elif lease.state is HELD:
                     quarantined_until = now + self.settings.quarantine_seconds
                     self._quarantine(lease, "its lease was not renewed in time", quarantined_until, now)
@@ -191,7 +191,7 @@ class Pool:
         now: float,
         poll_id: str,
     ) -> None:
-        """The one place that grants; `offer_deadline`: if it is not heard, when it must have been asked for."""
+        """The one place that grants; `offer_deadline`: by when its client must claim it, if none is polling now."""
         self.fence = fence = self.fence + 1
         state, expires_at = HELD, None
         if offer_deadline is not None:
@@ -239,7 +239,7 @@ class Pool:
         if waiter.request_class is not None:
             self.queue.remove(waiter)
             self.timers.clear("waiter", waiter.request.request_id)
-            # What was kept or awaited for it may serve another now.
+            # What was reserved or awaited for it may serve another now.
             self.improved.update(self.allocator.freed)
             if waiter is self.reserved_for:
                 self.improve(waiter.reserved)
@@ -267,15 +267,15 @@ class Pool:
             self.outcomes.forget(known)
         self.ticket += 1
         requirements = request.requirements
-        meets_nobody = not queue.waiting
-        if meets_nobody:
-            # Nobody could be passed over: it is served at once, if it can be.
+        is_alone = not queue.waiting
+        if is_alone:
+            # No waiter can be overtaken: serve it at once, if a GPU is eligible.
             if requirements is ANY_GPU or allocator.is_any_gpu(requirements):
                 gpus = allocator.best_free((), now)
             else:
                 gpus = allocator.best(requirements, allocator.gpus.values(), (), now)
             if gpus is not None:
-                self._grant(request, now, None, gpus, now, event.poll_id)  # whoever asks listens
+                self._grant(request, now, None, gpus, now, event.poll_id)  # its client is polling
                 return
         waiter = Waiter(request, self.ticket, now, event.deadline, may_reserve=event.may_reserve, poll_id=event.poll_id)
         if event.poll_deadline is not None:
@@ -287,15 +287,15 @@ class Pool:
         request_class = queue.request_class(requirements)
         if request_class is None:
             request_class = RequestClass(requirements, is_any_gpu=allocator.is_any_gpu(requirements))
-            request_class.tried = meets_nobody
-            self.has_new_class = not meets_nobody
+            request_class.tried = is_alone
+            self.has_new_class = not is_alone
         queue.enqueue(waiter, request_class)
         self.requests[request.request_id] = waiter
         self.set_waiter_timer(waiter)
 
     def _polled_again(self, known: Waiter | Lease | Outcome, event: Requested, now: float) -> None:
         if isinstance(known, Waiter):
-            # Asked here for the first time, perhaps: whoever took it in may have known of other GPUs.
+            # Perhaps another process accepted it, and sees GPUs that this one does not.
             known.is_replicated = False
             if reasons := self.allocator.impossible(known.request.requirements):
                 self._end_request(known, RequestState.REJECTED, now, reasons)
@@ -305,7 +305,7 @@ class Pool:
             self.requests[known.request.request_id] = known
         elif isinstance(known, Outcome):
             ended = Ended(known.request.request_id, known.state, known.reasons)
-            if ended not in self._effects:  # it may have ended in this very moment
+            if ended not in self._effects:  # it may have ended just now
                 self._effects.append(ended)
         elif known.is_live:
             self._effects.append(Granted(self._renew(known, now, event.poll_id)))
@@ -317,7 +317,7 @@ class Pool:
         waiter.deadline = event.deadline
         waiter.poll_deadline = waiter.gives_up_at = None
         if event.poll_deadline is not None:
-            # It listens at this moment at least, however long it took to get here.
+            # The client is polling now, however long its request was on the way.
             waiter.poll_deadline = max(event.poll_deadline, now)
             waiter.gives_up_at = waiter.poll_deadline + self.settings.queue_ttl_seconds
         waiter.may_reserve, waiter.poll_id = event.may_reserve, event.poll_id
@@ -326,7 +326,7 @@ class Pool:
             self.reserve(waiter, ())
 
     def reserve(self, waiter: Waiter, gpu_ids: tuple[str, ...]) -> None:
-        """Keep these for it, and nothing for anybody else; or nothing for it any more."""
+        """Reserve these GPUs for it, and none for any other waiter; `()` ends its reservation."""
         waiter.reserved, waiter.reserved_at = gpu_ids, self.allocator.read_at
         self.reserved_for = waiter if gpu_ids else None
         self.requests[waiter.request.request_id] = waiter
@@ -360,7 +360,7 @@ class Pool:
             del self.quarantined[lease.lease_id]
             self.timers.clear("lease", lease.lease_id)
         elif lease.expires_at is not None:
-            # What was never told to anybody was never used; an assignment within one process goes straight on.
+            # An offer was never used; an assignment within one process is handed on without a fresh reading.
             read_after = now if lease.state is HELD else None
             self.timers.clear("lease", lease.lease_id)
         self.leases.release(lease)
@@ -379,7 +379,7 @@ class Pool:
     def improve(self, gpu_ids: Sequence[str]) -> None:
         gpus = self.allocator.gpus
         for gpu_id in gpu_ids:
-            if gpu_id in gpus:  # another process may keep what this one has never seen
+            if gpu_id in gpus:  # another process may reserve a GPU that this one has never seen
                 self.improved[gpu_id] = gpus[gpu_id]
 
     def _want_readings(self, now: float) -> None:
@@ -391,7 +391,7 @@ class Pool:
                 wanted[endpoint_id] = None
                 gpu.readings_wanted += 1
                 if gpu.readings_wanted == len(delays):
-                    # Nobody waits for it to be read any longer.
+                    # It was not read in time: no longer withhold it.
                     del self.allocator.freed[gpu.gpu_id]
                     self.improved[gpu.gpu_id] = gpu
                     break
@@ -402,7 +402,7 @@ class Pool:
                     self.timers.set("reading", endpoint_id, at)
         self._effects.extend(map(ReadingWanted, wanted))
 
-    # ---- Rule 9: renewing. Rule 10: time in which nobody served does not count
+    # ---- Rule 9: renewing. Rule 10: time in which no process served the ledger does not count
 
     def _renewed(self, event: Renewed, now: float) -> None:
         lease = self.leases.lookup(event.lease_id)
@@ -410,7 +410,7 @@ class Pool:
         self._effects.append(Granted(self._renew(lease, now)))
 
     def _renew(self, lease: Lease, now: float, poll_id: str = "") -> Lease:
-        """Held for another TTL, or, if it was only offered, from now on."""
+        """Held for another TTL; an offer is held from now on."""
         ttl_seconds = lease.request.ttl_seconds
         expires_at = None if ttl_seconds is None else now + ttl_seconds
         if lease.state is LeaseState.OFFERED:
@@ -437,12 +437,12 @@ class Pool:
         for lease in self.leases:
             if lease.is_live and lease.expires_at is not None:
                 ttl_seconds = lease.request.ttl_seconds or self.settings.default_ttl_seconds
-                if lease.state is LeaseState.OFFERED:  # nobody may ever come for it
+                if lease.state is LeaseState.OFFERED:  # it may never be claimed
                     ttl_seconds = min(ttl_seconds, self.settings.offer_ttl_seconds)
                 self._replace_lease(lease.extended(max(lease.expires_at, now + ttl_seconds)))
         for waiter in self.queue.in_order():
             if waiter.gives_up_at is not None:
-                # Not an hour for one who wants its lease to last an hour: it may be gone, and GPUs be kept for it.
+                # Not for an hour where the TTL is an hour: the client may be gone, and GPUs be reserved for it.
                 default_seconds = self.settings.default_ttl_seconds
                 ttl_seconds = min(waiter.request.ttl_seconds or default_seconds, default_seconds)
                 waiter.gives_up_at = max(waiter.gives_up_at, now + ttl_seconds)
@@ -456,9 +456,9 @@ class Pool:
         if known is None or isinstance(known, Outcome) or not event.poll_id or known.poll_id != event.poll_id:
             return
         if isinstance(known, Waiter):
-            # Not until this moment, but before: what is granted in the same one would be told to nobody.
+            # In the past: a grant at this very moment must already be an offer.
             known.poll_deadline = now - 1.0
-            # Most that hang up are gone for good, and others wait behind them.
+            # Most clients that hang up are gone for good, and others wait behind them.
             settings = self.settings
             known.gives_up_at = now + (settings.offer_ttl_seconds if event.is_gone else settings.queue_ttl_seconds)
             self.set_waiter_timer(known)
@@ -472,7 +472,7 @@ class Pool:
         if lease is None or not lease.is_live:
             return
         if lease.state is LeaseState.OFFERED:
-            self._end_lease(lease, LeaseState.RECLAIMED, now, "its asker is gone")
+            self._end_lease(lease, LeaseState.RECLAIMED, now, "its client is gone")
         else:
             quarantined_until = now if event.is_proven else now + self.settings.quarantine_seconds
             self._quarantine(lease, "its holder is gone", quarantined_until, now)
@@ -495,7 +495,7 @@ class Pool:
 
     def _quarantine_ended(self, event: QuarantineEnded, now: float) -> None:
         lease = self.leases.lookup(event.lease_id)
-        if lease is not None:  # else it ended by itself in the same moment
+        if lease is not None:  # else it has just ended by itself
             self._end_lease(lease, LeaseState.RECLAIMED, now, "an administrator ended its quarantine")
 
     # ---- Readings
@@ -523,7 +523,7 @@ class Pool:
             reasons = self.allocator.impossible(request_class.requirements)
             if reasons:
                 for waiter in list(request_class.waiters.values()):
-                    if not waiter.is_replicated:  # what this process cannot see may be there for the one who took it in
+                    if not waiter.is_replicated:  # the process that accepted it may see other GPUs
                         self._end_request(waiter, RequestState.REJECTED, now, reasons)
 
     def _unreachable(self, event: Unreachable, now: float) -> None:
@@ -552,7 +552,7 @@ class Pool:
     def _ticked(self, event: Ticked, now: float) -> None:
         self.outcomes.forget_old(now)
 
-    #: For each event, what may forbid it and what it does.
+    #: For each event, the check that may refuse it and its handler.
     _HANDLERS: ClassVar[Mapping[type[Any], tuple[Handler | None, Handler]]] = {
         Requested: (legality.check_requested, _requested),
         Cancelled: (legality.check_cancelled, _cancelled),

@@ -1,4 +1,4 @@
-"""Rule 4, the order: priority, then arrival. Equal wishes stand in one line, so only heads are ever looked at."""
+"""Rule 4, the order: priority, then arrival. Waiters with equal requirements form a class; only its head is tried."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ class Waiter:
     """A request that waits."""
 
     request: Request
-    #: Arrival: the lower, the earlier.
+    #: The order of arrival.
     ticket: int
     enqueued_at: float
     deadline: float | None = None
-    #: Until when its asker listens; None: until it has an answer.
+    #: Until when its client polls; None: until it has an answer.
     poll_deadline: float | None = None
-    #: When it is given up unless its asker asks again; None: never.
+    #: When it is given up unless its client polls again; None: never.
     gives_up_at: float | None = None
     may_reserve: bool = True
-    #: The last asking; its answer will be the grant.
+    #: The last poll, whose answer will be the grant.
     poll_id: str = ""
-    #: The GPUs kept for it, while it is the one for whom GPUs are kept.
+    #: The GPUs reserved for it; only `Pool.reserved_for` has any.
     reserved: tuple[str, ...] = ()
-    #: When the readings began by which that was last decided: who knows only older ones leaves it as it is.
+    #: When the readings began that this was last decided by; a process with older readings does not change it.
     reserved_at: float | None = None
     state: RequestState = RequestState.WAITING
-    #: Taken in by another process, which may know of GPUs that this one cannot see.
+    #: Accepted by another process, which may see other GPUs than this one.
     is_replicated: bool = field(default=False, repr=False, compare=False, init=False)
-    #: Where it stands; None for one that is rejected as soon as it comes.
+    #: None for a request that is rejected at once.
     request_class: RequestClass | None = field(default=None, repr=False, compare=False, init=False)
 
     @property
     def worker(self) -> str:
-        """Who waits, as others are told."""
+        """Its name in explanations to others."""
         return self.request.worker_id or self.request.request_id
 
     @property
@@ -53,17 +53,17 @@ class Waiter:
 
 
 class RequestClass:
-    """Waiters with equal wishes. If its head cannot be served, none of them can."""
+    """Waiters with equal requirements: if the first cannot be served, none of them can."""
 
     __slots__ = ("is_any_gpu", "requirements", "tried", "waiters")
 
     def __init__(self, requirements: Requirements, *, is_any_gpu: bool) -> None:
         self.requirements = requirements
-        #: Whether the index of free GPUs answers for it.
+        #: Whether any free GPU serves it, so that the index of free GPUs answers for it.
         self.is_any_gpu = is_any_gpu
-        # Not a dict: taking the first entry off a dict over and over walks along all that were taken before.
+        # Not a dict: finding its first entry walks over all entries that were removed from its front.
         self.waiters: OrderedDict[str, Waiter] = OrderedDict()
-        #: Whether no GPU could serve it, as they last were; then only GPUs that changed since are worth a look.
+        #: Whether no GPU could serve it when it was last tried; then only GPUs that changed since are looked at.
         self.tried = False
 
     @property
@@ -76,9 +76,9 @@ class WorkerQueue:
 
     def __init__(self) -> None:
         self._classes: dict[Requirements, RequestClass] = {}
-        #: How many they are.
+        #: How many waiters there are.
         self.waiting = 0
-        #: How many of each account, where there is one.
+        #: How many of each account.
         self._of_account: Counter[str] = Counter()
 
     def enqueue(self, waiter: Waiter, request_class: RequestClass | None = None) -> None:
@@ -94,7 +94,7 @@ class WorkerQueue:
             self._of_account[waiter.request.account] += 1
 
     def dequeue(self) -> Waiter | None:
-        """Take the first in order off the queue."""
+        """Remove the first in order."""
         for _, waiter in self.heads():
             self.remove(waiter)
             return waiter
@@ -113,7 +113,7 @@ class WorkerQueue:
                 del self._of_account[account]
 
     def clear(self) -> list[Waiter]:
-        """Take all of them off, in order."""
+        """Remove all of them, in order."""
         waiters = self.in_order()
         self._classes.clear()
         self._of_account.clear()
@@ -121,7 +121,7 @@ class WorkerQueue:
         return waiters
 
     def of_account(self, account: str) -> int:
-        """How many of these wait."""
+        """How many requests of this account wait."""
         return self._of_account[account]
 
     def size(self) -> int:
@@ -131,7 +131,7 @@ class WorkerQueue:
         return self._classes.get(requirements)
 
     def only_class(self) -> RequestClass | None:
-        """The line in which all stand, if all stand in one."""
+        """The class of all waiters, if there is just one."""
         if len(self._classes) != 1:
             return None
         for request_class in self._classes.values():
@@ -142,7 +142,7 @@ class WorkerQueue:
         return list(self._classes.values())
 
     def heads(self) -> Iterator[tuple[RequestClass, Waiter]]:
-        """The head of each line, in order. A head that was removed meanwhile is followed by the next of its line."""
+        """The head of each class, in order. A head that was removed meanwhile is followed by the next of its class."""
         heads = [(request_class.head.order, request_class) for request_class in self._classes.values()]
         heapify(heads)
         while heads:

@@ -1,4 +1,4 @@
-"""A set that knows its best member: GPUs in an endpoint, endpoints in a pool."""
+"""A set that knows its best member: for the GPUs of an endpoint and the endpoints of a pool."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class RankedSet(Generic[Item]):
-    """Lowest rank first. Changing one member costs the logarithm of the number of members, whoever the others are.
+    """Lowest rank first. Changing one member costs the logarithm of the number of members.
 
     A rank ends with the member itself. Before it comes something unique, so that members are never compared.
     """
 
     def __init__(self) -> None:
         self._rank: dict[Item, tuple[Any, ...]] = {}
-        #: May hold entries that are outdated; `_rank` tells which are current.
+        #: May hold outdated entries; `_rank` says which are current.
         self._heap: list[tuple[Any, ...]] = []
 
     def put(self, rank: tuple[Any, ...]) -> None:
@@ -32,7 +32,7 @@ class RankedSet(Generic[Item]):
             heapify(self._heap)
 
     def discard(self, item: Item) -> None:
-        # Mostly the best is taken, and then nothing outdated need be left behind.
+        # Mostly the best is removed, and then no outdated entry stays behind.
         if self._rank.pop(item, None) is not None and self._heap[0][-1] is item:
             heappop(self._heap)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: No card has more; and whatever is compared with it is a number that can be reckoned with.
+#: No GPU has more: larger values, and NaN, are reading errors.
 LARGEST_MB = 1e12
 
 
@@ -13,7 +13,7 @@ class ProcessReading:
     """A process seen on a GPU."""
 
     pid: int
-    #: With the pid it tells a process from a later one that was given the same number.
+    #: With the pid it identifies the process, even if the pid is used again.
     started_at: float | None = None
     name: str | None = None
     user: str | None = None
@@ -35,7 +35,7 @@ class Reading:
     a broken sensor must never look like an idle card, and must not spoil the reading of its neighbours.
     """
 
-    #: Names the GPU for as long as the pool knows it: its UUID, or endpoint and index.
+    #: Its UUID, or endpoint and index.
     gpu_id: str
     index: int
     name: str
@@ -51,9 +51,9 @@ class Reading:
     fault: str | None = None
     #: None where the reader may not see processes; an empty tuple where it can and there are none.
     processes: tuple[ProcessReading, ...] | None = None
-    #: Of these a process can use only one.
+    #: A process can use only one MIG device.
     is_mig_device: bool = False
-    #: Another pool has promised it: the server's leases, seen by a client that assigns in process.
+    #: Leased by its server, as seen by a client that assigns in process.
     is_promised_elsewhere: bool = False
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=False, field_specifiers=(field,))
 def record(cls: type[T]) -> type[T]:
-    """A dataclass that nobody may change after it is built.
+    """A dataclass that must not be changed after it is built.
 
     The type checker enforces that, not the interpreter: a frozen dataclass takes four times as long to build, and
     several of these are built for every request. mypy --strict runs on the whole package in `make test`.

@@ -1,4 +1,4 @@
-"""Rule 9, the memory: how requests ended, so that whoever asks again is told the same."""
+"""Rule 9, the memory: remembers how requests ended, so that a repeated request gets the same answer."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Outcome:
 
 
 class RememberedOutcomes:
-    """Outcomes in the order they came, forgotten after a time or when there are too many.
+    """Outcomes in order, forgotten after a time or when there are too many.
 
-    `requests` is the pool's own record of where each request is: what is forgotten leaves it.
+    `requests` is `Pool.requests`: what is forgotten is removed from it.
     """
 
     def __init__(self, requests: dict[str, Any], seconds: float, at_most: int | None) -> None:
@@ -50,12 +50,12 @@ class RememberedOutcomes:
             self._forget_first()
 
     def forget_all_but(self, most: int) -> None:
-        """For whoever keeps them elsewhere too: those that came last stay."""
+        """The last `most` stay."""
         while len(self._outcomes) > most:
             self._forget_first()
 
     def forget(self, outcome: Outcome) -> None:
-        """Its id may be used anew."""
+        """Its id may be used again."""
         if self._requests.get(outcome.request.request_id) is outcome:
             del self._requests[outcome.request.request_id]
         if outcome.lease is not None and self._by_lease.get(outcome.lease.lease_id) is outcome:
@@ -76,7 +76,7 @@ class RememberedOutcomes:
         return None if outcome is None or self.is_old(outcome, now) else outcome
 
     def __iter__(self) -> Iterator[Outcome]:
-        """Those whose id was not used anew since."""
+        """Those whose id was not used again since."""
         return (outcome for outcome in self._outcomes if self._requests.get(outcome.request.request_id) is outcome)
 
     def __len__(self) -> int:

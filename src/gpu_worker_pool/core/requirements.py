@@ -1,4 +1,4 @@
-"""Wishes: what a request asks of a GPU, and which GPUs could ever fulfil it whatever they are doing now."""
+"""Requirements: what a request demands of its GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Policy = Literal["thresholds", "idle"]
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """Requests with equal wishes stand in one line; what serves one of them serves any of them."""
+    """Requests with equal requirements form a class: a GPU that serves one of them serves any of them."""
 
     #: How many GPUs, all on one endpoint.
     count: int = 1
@@ -29,7 +29,7 @@ class Requirements:
     #: Ids, indices or UUIDs (or the beginning of one).
     only: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
-    #: "idle" wants no foreign process at all.
+    #: "idle": no foreign process at all.
     policy: Policy = "thresholds"
     memory_threshold: float | None = None
     utilization_threshold: float | None = None
@@ -43,7 +43,7 @@ class Requirements:
         exclude: object = self.exclude  # None, as JSON may say, excludes nothing
         object.__setattr__(self, "exclude", () if exclude is None else as_names("exclude", exclude))
         self._validate()
-        # Wishes are the key of every queue look-up, so they are hashed once.
+        # The key of every queue look-up, so it is hashed once.
         object.__setattr__(
             self,
             "_hash",
@@ -79,12 +79,12 @@ class Requirements:
         return self._hash
 
     def __reduce__(self) -> tuple[type[Requirements], tuple[object, ...]]:
-        # Hashes of texts differ from process to process: what is unpickled is made anew.
+        # Hashes of strings differ between processes, so the hash is not pickled.
         return Requirements, tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     @property
     def needed_memory_mb(self) -> float:
-        """What a card must have in all to ever serve this."""
+        """The total memory a GPU must have to ever serve this."""
         return max(self.memory_mb or 0.0, self.min_free_memory_mb or 0.0)
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ def names_gpu(name: str, reading: Reading) -> bool:
 
 
 def as_names(field_name: str, value: object) -> tuple[str, ...]:
-    """GPU ids and UUIDs as wishes keep them."""
+    """GPU ids and UUIDs as `only` and `exclude` hold them."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise ValueError(f"{field_name} must be a list of GPU ids or UUIDs, not {value!r}")
     names = []
@@ -134,7 +134,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-#: Nothing special: what `request_gpu()` asks for, and the one kind of request that has an index of its own.
+#: No special requirements: what `request_gpu()` requests by default; answered from an index of free GPUs.
 ANY_GPU = Requirements()
 
 

@@ -1,16 +1,15 @@
-"""Which GPUs those who come later cannot have, because one who came before them is to have them soon.
+"""Chooses the GPUs that are withheld from later waiters, because an earlier one is to have them soon.
 
-Rule 4, the bound on being overtaken: GPUs are kept for a waiter that others have passed for long enough. Kept are as
-many GPUs of one endpoint as it asked for: those it could have now, and those it could have as soon as the leases on
-them end. Unless there are so many, none is kept: a GPU that an outsider fills may stay full for ever, and must not
-keep others waiting beside it.
+Rule 4, the bound on being overtaken: GPUs are reserved for a waiter that others have overtaken for long enough: as many
+GPUs of one endpoint as it requested, of those it could have now or as soon as the leases on them end. If there are too
+few, none is reserved: a GPU that a foreign process fills may stay full for ever, and must not block other waiters.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.core.obstacles import lasting_obstacles, promise_obstacles
+from gpu_worker_pool.core.obstacles import lasting_obstacles, lease_obstacles
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,9 +23,9 @@ NOW, AFTER_LEASES = 0, 1
 
 
 def can_judge(allocator: GPUAllocator, waiter: Waiter) -> bool:
-    """Whether what was decided for it may be changed here: not by older readings, nor by one who sees less.
+    """Whether this process may change its reservation: not with older readings, nor if it sees fewer GPUs.
 
-    Processes that share a ledger would otherwise undo each other's decisions for ever.
+    Processes that share a ledger would otherwise undo each other's reservations for ever.
     """
     if waiter.reserved_at is not None and allocator.read_at < waiter.reserved_at:
         return False
@@ -39,7 +38,7 @@ def can_judge(allocator: GPUAllocator, waiter: Waiter) -> bool:
 def gpus_to_reserve(
     allocator: GPUAllocator, waiter: Waiter, improved: Iterable[GPUResourceState] | None, now: float
 ) -> tuple[str, ...]:
-    """`improved`: the only GPUs that can have changed for the better since GPUs were last kept for this waiter."""
+    """`improved`: the only GPUs that may have become usable since GPUs were last reserved for this waiter."""
     requirements = waiter.request.requirements
     if improved is not None and _is_still_right(allocator, waiter, improved, now):
         return waiter.reserved
@@ -51,7 +50,7 @@ def gpus_to_reserve(
             if (when := _when_usable(allocator, gpu, requirements, now)) is not None
         ]
         if len(usable) >= requirements.count:
-            # What it could have now, then what was kept before: a choice that changes its mind waits twice.
+            # GPUs it could have now, then those reserved before: a reservation that moves waits twice.
             chosen = sorted(usable)[: requirements.count]
             lacking = sum(when for when, *_ in chosen)
             if best is None or lacking < best[0]:
@@ -77,8 +76,8 @@ def _when_usable(allocator: GPUAllocator, gpu: GPUResourceState, requirements: R
         return None
     if allocator.is_eligible(gpu, requirements, now):
         return NOW
-    # A quarantine may last for ever, as an outsider may; it counts only at first, as what was just released does: that
-    # may look busy for a moment, because utilization is a trailing average and memory takes a while to return.
+    # A quarantine or a foreign process may last for ever, so only the first seconds after a release count: then a GPU
+    # may look busy because utilization is a trailing average and memory takes a while to return.
     is_held = gpu.leases and all(lease.is_live for lease in gpu.leases.values())
     if is_held or now - gpu.freed_at <= settings.settle_seconds:
         return AFTER_LEASES
@@ -86,10 +85,10 @@ def _when_usable(allocator: GPUAllocator, gpu: GPUResourceState, requirements: R
 
 
 def gpus_to_await(allocator: GPUAllocator, requirements: Requirements, now: float) -> list[str]:
-    """Rule 8: GPUs given back since they were last read, that a waiter may have as soon as they are read again.
+    """Rule 8: GPUs released since they were last read, which a waiter may have as soon as they are read again.
 
-    A reading from before the release shows its holder's load. It must not send the GPU past this waiter to a later
-    one that does not mind the load: so nobody after it may have it until it was read, or could not be for a while.
+    A reading from before the release shows the holder's load. It must not let the GPU go to a later waiter that
+    accepts the load: the GPU is withheld until it is read, or could not be read for a while.
     """
     awaited: dict[EndpointState, list[str]] = {}
     for gpu in allocator.freed.values():
@@ -97,8 +96,8 @@ def gpus_to_await(allocator: GPUAllocator, requirements: Requirements, now: floa
         if reading is None or gpu.leases or endpoint.begun_at > gpu.freed_at or not allocator.is_fresh(endpoint, now):
             continue
         is_possible = next(lasting_obstacles(reading, requirements, allocator.settings), None) is None
-        is_unpromised = next(promise_obstacles(gpu, requirements, now), None) is None
-        if is_possible and is_unpromised and not allocator.is_eligible(gpu, requirements, now):
+        is_unleased = next(lease_obstacles(gpu, requirements, now), None) is None
+        if is_possible and is_unleased and not allocator.is_eligible(gpu, requirements, now):
             awaited.setdefault(endpoint, []).append(gpu.gpu_id)
     if requirements.count > 1:
         for endpoint in list(awaited):

@@ -1,4 +1,4 @@
-"""A pool as plain data, and back: what survives a restart. Readings are not part of it; they are taken anew."""
+"""Converts a pool to plain data and back, for a restart or a ledger file. Readings are not included."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STORED_NAMES = {
 _FIELD_NAMES = {stored: name for name, stored in STORED_NAMES.items()}
 #: By type: the fields, each with the name it is stored under.
 _NAMES: dict[type[Any], tuple[tuple[str, str], ...]] = {}
-#: Fields that are moments, wherever they occur: they move together when the clock begins anew.
+#: Fields that are times, wherever they occur: they are shifted together when the clock restarts.
 MOMENTS = frozenset(
     {
         "asking_until",
@@ -55,7 +55,7 @@ MOMENTS = frozenset(
 
 
 def save(pool: Pool) -> dict[str, Any]:
-    """JSON can carry all of it."""
+    """All of it as JSON values."""
     return {
         "format": FORMAT,
         "now": to_json(pool.now),
@@ -83,9 +83,9 @@ def save(pool: Pool) -> dict[str, Any]:
 def restore(
     saved: dict[str, Any], settings: PoolSettings | None = None, *, clock_restarted_at: float | None = None
 ) -> Pool:
-    """The pool that was saved, without its readings; `Resumed` tells it how long nobody served it.
+    """The pool that was saved, without its readings; submit `Resumed` with the length of the outage next.
 
-    After a reboot say what the new clock shows: all times are moved to it, and process ids of before are forgotten.
+    `clock_restarted_at`: after a reboot, the new clock's time: all times are shifted to it, and process ids dropped.
     """
     if saved.get("format") != FORMAT:
         raise ValueError(f"saved by another version: format {saved.get('format')!r}, not {FORMAT}")
@@ -119,7 +119,7 @@ def restore(
 
 
 def to_json(value: Any) -> Any:
-    """A waiter, a lease, an outcome, or anything in one, as JSON can carry it."""
+    """A waiter, a lease, an outcome, or a part of one, as JSON values."""
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value
@@ -128,7 +128,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if value is ANY_GPU:
-        return {}  # what most ask for
+        return {}  # what most request
     if kind is tuple:
         return [to_json(item) for item in value]
     if kind is frozenset:
@@ -151,7 +151,7 @@ def _fields_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def shifted(value: Any, seconds: float) -> Any:
-    """Every moment in it so much later."""
+    """The same with every time this much later."""
     if isinstance(value, dict):
         return {
             name: item + seconds if name in MOMENTS and item is not None else shifted(item, seconds)

@@ -14,24 +14,24 @@ class PoolSettings:
     #: A GPU is available strictly below these (D14), unless a request names its own.
     memory_threshold_percent: float = 80.0
     utilization_threshold_percent: float = 90.0
-    #: How often readings are meant to come; they are too old after three times that, or 15 s.
+    #: The interval of readings; they are stale after three intervals, at least 15 s.
     poll_seconds: float = 5.0
     #: How an endpoint is picked when several can serve (rule 3).
     strategy: Strategy = "availability"
-    #: How long others may overtake a waiter that wants more, or something rarer (rule 4).
+    #: How long others may overtake a waiter that requests more, or something rarer (rule 4).
     max_bypass_seconds: float = 60.0
-    #: How long a grant waits for an asker that is between two polls, and a place for one that hung up (rule 9).
+    #: How long an offer waits for a client between two polls, and a waiter whose client hung up stays (rule 9).
     offer_ttl_seconds: float = 10.0
     #: How long after its last poll a waiter keeps its place (rule 9).
     queue_ttl_seconds: float = 30.0
     #: How long ended requests are remembered, and how many at most (rule 9).
     remember_seconds: float = 24 * 3600.0
     remember_at_most: int | None = None
-    #: Whether grants that were released as they should be are remembered too; not needed where no id comes twice.
+    #: Whether released leases are remembered too; not needed where request ids are never repeated.
     remembers_releases: bool = True
     #: How many of one account may wait at once.
     most_waiting_of_an_account: int | None = None
-    #: What leases and waiters without a TTL of their own get after a time in which nobody served (rule 10).
+    #: What leases and waiters without their own TTL get after an outage of the ledger (rule 10).
     default_ttl_seconds: float = 60.0
     #: How much longer than the holder the pool waits before it calls a lease expired (rule 11).
     expiry_grace_seconds: float = 2.0
@@ -43,7 +43,7 @@ class PoolSettings:
     returned_memory_slack_mb: float = 256.0
     #: The same where a GPU reports only percentages.
     returned_memory_slack_percent: float = 1.0
-    #: When a fresh reading is wanted, counted from the release, while someone waits (rule 8).
+    #: When a fresh reading is wanted, counted from the release, while a request waits (rule 8).
     reading_delays_seconds: tuple[float, ...] = (0.0, 0.1, 0.3, 1.0)
 
     def __post_init__(self) -> None:

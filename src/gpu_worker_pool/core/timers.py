@@ -1,4 +1,4 @@
-"""Timers: what is due when. Setting and clearing never looks at the others."""
+"""Timers: what is due when. Setting or clearing one never walks over the others."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Kind = Literal["waiter", "lease", "reading"]
 
 
 class Timers:
-    """At most one timer for each kind and name."""
+    """At most one timer per kind and name."""
 
     def __init__(self) -> None:
         self._at: dict[Kind, dict[str, float]] = {"waiter": {}, "lease": {}, "reading": {}}
-        #: May hold entries that were set anew or cleared since; `_at` tells which are current.
+        #: May hold outdated entries; `_at` says which are current.
         self._heap: list[tuple[float, Kind, str]] = []
         self._size = 0
         #: Nothing is due before this. Cheap to compare with; `next_at` makes it exact.

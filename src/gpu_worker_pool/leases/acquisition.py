@@ -17,7 +17,6 @@ from gpu_worker_pool.errors import (
     ImpossibleRequestError,
     PoolStoppedError,
     ServiceRefusedError,
-    WorkerTimeoutError,
 )
 from gpu_worker_pool.leases.endpoint_request import EndpointRequest
 
@@ -140,7 +139,8 @@ class Acquisition:
             while not self._is_decided():
                 self._begin_the_rest()
                 self._reserve_at_one_endpoint()
-                self._raise_if_hopeless()
+                if self._is_hopeless():
+                    raise self._final_error()
                 self._report_if_blocked()
                 await self._news_until(self._raise_if_out_of_time())
             if self._is_stopped or self._won is None or self._won.lease is None:
@@ -231,22 +231,22 @@ class Acquisition:
             raise TimeoutError
         return until
 
-    def _raise_if_hopeless(self) -> None:
+    def _is_hopeless(self) -> bool:
         """Every endpoint refused it for good."""
-        if not (self.requests or self.refused) or any(each.error is None for each in self.requests.values()):
-            return
+        has_any = bool(self.requests or self.refused)
+        return has_any and all(each.error is not None for each in self.requests.values())
+
+    def _final_error(self) -> Exception:
         errors: list[tuple[str, Exception]] = [*self.refused.items()]
         for name, request in self.requests.items():
-            assert request.error is not None  # as looked at above
-            errors.append((name, request.error))
-            request.error = None  # the traceback would make a cycle
+            if request.error is not None:
+                errors.append((name, request.error))
+                request.error = None  # with the traceback it would make a cycle
         if any(isinstance(error, PoolStoppedError) for _, error in errors):
-            raise PoolStoppedError
+            return PoolStoppedError()
         if len(errors) == 1:
-            raise errors[0][1]
-        if all(isinstance(error, WorkerTimeoutError) for _, error in errors):
-            raise TimeoutError
-        raise _all_of(errors)
+            return errors[0][1]
+        return _all_of(errors)
 
     def _report_if_blocked(self) -> None:
         if not self.was_blocked and all(self._has_answered(each) for each in self.requests.values()):

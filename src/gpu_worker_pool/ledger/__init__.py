@@ -1,7 +1,6 @@
-"""The ledger: where leases and waiters are kept. Events go in; what they brought about comes out once it is safe.
+"""The ledger stores leases and waiters: it takes events, and reports their effects once they are safely stored.
 
-Whatever keeps it (memory, a SQLite file, later PostgreSQL) stands behind the same two methods, and nothing outside
-this package knows which one it is.
+Every kind of ledger (memory, a SQLite file) has the same interface; nothing outside this package depends on the kind.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 @record
 class Committed:
-    """What is true from now on, and will be after a crash. Some of it may be another process's doing."""
+    """What was stored, and survives a crash. Other processes may have caused some of it."""
 
-    #: Of everything this process decided, also on behalf of others; wake-ups are the ledger's own business.
+    #: Of everything this process decided, also for waiters of others; without wake-ups, which the ledger handles.
     effects: tuple[Effect, ...]
-    #: Every request that has changed, whoever changed it, as it is now.
+    #: Every request that has changed, as it is now, whichever process changed it.
     changes: Mapping[str, Waiter | Lease | Outcome]
-    #: Whether `changes` holds all that wait and hold: what is not in it has ended.
+    #: Whether `changes` holds all waiters and leases: a request that is not in it has ended.
     is_everything: bool
     #: The number of grants there have been, and how requests and leases have ended.
     fence: int
@@ -46,28 +45,28 @@ Question: TypeAlias = "Callable[[Pool, float], T]"
 
 
 def tell_of(committed: Committed, tell: Tell) -> None:
-    """What is committed is committed: a listener that fails must not keep whoever asked from its answer."""
+    """A listener that fails must not keep the caller from its answer: the commit is done."""
     try:
         tell(committed)
     except Exception:
-        logger.exception("whoever was told of a commit failed")
+        logger.exception("the listener of commits failed")
 
 
 class Ledger(Protocol):
-    """One process's access to it. `Tell`, given when it is made, is called before whoever submitted is answered."""
+    """One process's access to it. The `Tell` it is made with is called before `submit` returns."""
 
     async def submit(self, event: Event) -> tuple[Effect, ...]:
-        """Let one thing happen, and be told of it once it cannot be lost any more.
+        """Apply one event; returns its effects once they cannot be lost.
 
-        Raises `IllegalEventError` if it may not happen, `LedgerUnavailableError` if it could not be kept: then it has
-        not happened.
+        Raises `IllegalEventError` if the event is refused, and `LedgerUnavailableError` if it could not be stored: then
+        nothing has happened.
         """
 
     async def look(self, question: Question[T]) -> T:
-        """Ask something of the pool as it is now; `question` must change nothing, and gets the time as well."""
+        """The answer of `question(pool, now)`, which must not change the pool."""
 
     async def close(self) -> None:
-        """What was submitted before is finished first."""
+        """Finishes what was submitted before."""
 
-    #: Made with the ledger, known to whoever can read it.
+    #: Made with the ledger, readable by everyone who can read the ledger.
     secret: str

@@ -1,4 +1,4 @@
-"""A dict that notes what was set in it, so that only what has changed needs to be written and told."""
+"""A dict that tracks which entries were set, so that only changes need to be written and reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ChangeTracker(dict[K, V]):
         self._changed[key] = value
 
     def take_changes(self) -> dict[K, V]:
-        """What was set since the last call; also what was removed again, as it was before that."""
+        """The entries set since the last call; one that was removed again, as it was before."""
         noted, self._changed = self._changed, {}
         return noted
 

@@ -1,4 +1,4 @@
-"""The file a ledger is in: found or made, never replaced, and what went wrong with it in words."""
+"""Opens or makes the file of a ledger, never replaces it, and says in words what is wrong with it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-#: How long to wait for another process that writes; one that was stopped in the middle of it may never go on.
+#: How long to wait for another process that writes: it may be stopped in the middle of a transaction.
 BUSY_SECONDS: Final = 5.0
-#: "gpuP", so that `file` and we can tell what it is.
+#: "gpuP", to recognise the file.
 APPLICATION_ID: Final = 0x67707550
 
 
@@ -31,13 +31,13 @@ class LedgerFile:
     """An open ledger file. Used by one thread."""
 
     def __init__(self, path: Path, schema: str, version: int) -> None:
-        """Raises `LedgerUnavailableError` where there is no ledger to be had."""
+        """Raises `LedgerUnavailableError` where the file cannot be used."""
         self.path = path
         self._beside = [f"{path}-wal", f"{path}-shm"]
         self._waiting_since = 0.0
-        #: Held by whoever uses the connection, so that nobody forks meanwhile.
+        #: Held while the connection is used, so that the process does not fork meanwhile.
         self.in_use = threading.Lock()
-        #: Opened by the process that this one was forked from: closed here, and open there.
+        #: Opened by the process that this one was forked from, and closed here.
         self.is_inherited = False
         with self.errors(), OPENING:
             if not os.path.lexists(path):
@@ -59,7 +59,7 @@ class LedgerFile:
     def _begin(self, version: int) -> None:
         connection, path = self.connection, self.path
         connection.set_busy_handler(self._wait)
-        # First of all: what is somebody else's must stay as it is.
+        # First of all: another program's file must not be changed.
         if connection.pragma("application_id") != APPLICATION_ID:
             raise LedgerUnavailableError(f"{path} is not a ledger of this program; name another GPU_POOL_STATE_DIR")
         if (found := connection.pragma("user_version")) != version:
@@ -70,7 +70,7 @@ class LedgerFile:
         self._identity = self._look_at_all()
 
     def check(self) -> None:
-        """That these are still the files that were opened: what is written to deleted ones nobody else will see."""
+        """Raises if the open files were deleted or replaced: no other process would see what is written."""
         try:
             is_same = self._look_at_all() == self._identity
         except OSError:
@@ -79,7 +79,7 @@ class LedgerFile:
             raise LedgerUnavailableError(f"the ledger {self.path} was deleted or replaced; restart what uses it")
 
     def _look_at_all(self) -> list[tuple[int, int]]:
-        """SQLite keeps what was written last, and who reads what, in two files beside it as long as it is in use."""
+        """The ledger, and the two files that SQLite keeps beside it while it is in use."""
         return [self._look(self.path), *((found.st_dev, found.st_ino) for found in map(os.lstat, self._beside))]
 
     @staticmethod
@@ -88,12 +88,12 @@ class LedgerFile:
         if not stat.S_ISREG(found.st_mode):
             raise LedgerUnavailableError(f"{path} is not a regular file")
         if found.st_size == 0:
-            # We never leave an empty one behind: something has emptied it, and with it what was promised.
-            raise LedgerUnavailableError(f"the ledger {path} is empty: if that is meant, remove it to begin anew")
+            # This package never leaves an empty file: something has emptied it, and its leases are lost.
+            raise LedgerUnavailableError(f"the ledger {path} is empty: if that is intended, remove it to start again")
         return found.st_dev, found.st_ino
 
     def _wait(self, attempts: int) -> bool:
-        """SQLite asks whether to try again. Its own way of waiting doubles its naps, to 100 ms."""
+        """Whether SQLite should try again. Its own waiting is slower: its pauses double, up to 100 ms."""
         now = time.monotonic()
         if attempts == 0:
             self._waiting_since = now
@@ -104,7 +104,7 @@ class LedgerFile:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """What SQLite and the system say, in words for whoever has to mend it."""
+        """Errors of SQLite and the system, with words for the person who has to fix it."""
         try:
             yield
         except apsw.BusyError as error:
@@ -119,7 +119,7 @@ class LedgerFile:
             ) from error
         except (apsw.CorruptError, apsw.NotADBError) as error:
             raise LedgerUnavailableError(
-                f"the ledger {self.path} is damaged ({error}); it is left as it is: move it away to begin anew"
+                f"the ledger {self.path} is damaged ({error}); it is left as it is: move it away to start again"
             ) from error
         except (apsw.ReadOnlyError, apsw.CantOpenError, apsw.PermissionsError, apsw.AuthError) as error:
             why = "its folder is sticky (chmod -t)" if _is_sticky(self.path.parent) else "who may write to its folder?"
@@ -133,7 +133,7 @@ class LedgerFile:
 
 
 def _is_sticky(folder: Path) -> bool:
-    """Many kernels let nobody open another's file in such a folder in the way SQLite does."""
+    """Many kernels do not let a user open another user's file in such a folder the way SQLite does."""
     try:
         return bool(folder.stat().st_mode & stat.S_ISVTX)
     except OSError:
@@ -141,7 +141,7 @@ def _is_sticky(folder: Path) -> bool:
 
 
 def _make(path: Path, schema: str, version: int) -> None:
-    """Whole or not at all: it gets its name when it is finished, unless another process was faster."""
+    """Atomic: the file gets its name when it is complete, unless another process was faster."""
     draft = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.new")
     try:
         connection = apsw.Connection(str(draft))
@@ -152,7 +152,7 @@ def _make(path: Path, schema: str, version: int) -> None:
         with connection:
             connection.execute(schema)
         connection.close()
-        # The folder decides who may come in; the umask of whoever came first does not.
+        # The folder decides who may use it, not the umask of the first process.
         draft.chmod(shared_mode(path.parent))
         with suppress(FileExistsError):
             path.hardlink_to(draft)

@@ -1,9 +1,9 @@
-"""A process that forks while it has ledgers open: the child closes them unharmed, and may open ledgers of its own.
+"""Makes forks safe for a process with open ledgers: the child closes them, and may open ledgers itself.
 
 SQLite keeps one record of every file that a process has open, with the locks it has on it. A child inherits the record
-and not the locks: a connection of its own, beside the inherited one, would write and read unlocked and spoil the file.
-A connection at rest can be closed in the child, because the locks are the parent's and stay. So a fork waits for that;
-where it takes too long, the child is kept away from the file altogether.
+but not the locks: a second connection beside the inherited one would read and write unlocked and damage the file. An
+idle connection can be closed in the child, because the locks are the parent's and stay. So a fork waits until the
+connection is idle; where that takes too long, the child must not open the file at all.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     import apsw
 
 #: How long a fork waits for a transaction to end.
-PATIENCE_SECONDS: Final = 1.0
-#: Held by whoever opens a ledger file.
+FORK_WAIT_SECONDS: Final = 1.0
+#: Held while a ledger file is opened.
 OPENING: Final = threading.Lock()
 
 
 class OpenFile(Protocol):
     path: Path
     connection: apsw.Connection
-    #: Held by whoever uses the connection.
+    #: Held while the connection is used.
     in_use: threading.Lock
     is_inherited: bool
 
@@ -41,22 +41,22 @@ def watch(file: OpenFile) -> None:
 
 
 def check_not_inherited(path: Path) -> None:
-    """Raises `LedgerUnavailableError` where this process has a record of the file that it must not use."""
+    """Raises `LedgerUnavailableError` where this process inherited a record of the file that it must not use."""
     if _was_opening or path in _never_to_open:
         raise LedgerUnavailableError(
-            f"this process was forked while its parent wrote to the ledger {path}: start it as a program of its own"
+            f"this process was forked while its parent wrote to the ledger {path}: start it as a separate program"
         )
 
 
 _open: WeakSet[OpenFile] = WeakSet()
 _never_to_open: set[Path] = set()
 _was_opening = False
-#: By the thread that forks: what it waited for, and whether it came to rest.
+#: By the thread that forks: the files it waited for, and whether each became idle.
 _forking: dict[int, tuple[bool, list[tuple[OpenFile, bool]]]] = {}
 
 
 def _before() -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + FORK_WAIT_SECONDS
 
     def acquired(lock: threading.Lock) -> bool:
         return lock.acquire(timeout=max(deadline - time.monotonic(), 0.0))
@@ -67,23 +67,23 @@ def _before() -> None:
 
 def _in_parent() -> None:
     is_opened, files = _forking.pop(threading.get_ident())
-    for file, is_at_rest in files:
-        if is_at_rest:
+    for file, is_idle in files:
+        if is_idle:
             file.in_use.release()
     if is_opened:
         OPENING.release()
 
 
 def _in_child() -> None:
-    global _was_opening  # noqa: PLW0603  # there is one of it a process, as there is of forks
+    global _was_opening  # noqa: PLW0603  # one per process, as there is of forks
     is_opened, files = _forking.pop(threading.get_ident())
     _was_opening = _was_opening or not is_opened
-    for file, is_at_rest in files:
+    for file, is_idle in files:
         file.is_inherited = True
-        if is_at_rest:
+        if is_idle:
             file.connection.close()
         else:
-            forks.leave_alone(file.connection)  # even to collect it as garbage would close it
+            forks.leave_alone(file.connection)  # collecting it as garbage would close it
             _never_to_open.add(file.path)
     if is_opened:
         OPENING.release()

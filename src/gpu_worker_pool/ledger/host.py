@@ -1,4 +1,4 @@
-"""The ledger of this host: the one file that its server, its workers and programs using `local://` all share."""
+"""Opens the ledger file of this host, which its server and programs that use `local://` share."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ if TYPE_CHECKING:
 
 
 def open_host_ledger(backend: str, settings: PoolSettings, tell: Tell, *, state_dir: str | None = None) -> Ledger:
-    """Simulated GPUs have one of their own. Raises `LedgerUnavailableError` or an `OSError`."""
+    """Simulated GPUs have their own file. Raises `LedgerUnavailableError` or an `OSError`."""
     directory = state_directory(state_dir)
     return SQLiteLedger(directory / f"ledger-{hardware_name(backend)}-v{FORMAT}.db", settings, tell)

@@ -1,6 +1,6 @@
-"""Who has a file locked, or open though it was deleted: for an error that says whom to look at.
+"""Finds the process that has locked a file, or has it open after it was deleted, to name it in an error.
 
-Never opens the file, which would drop this process's own locks on it.
+It never opens the file, which would drop this process's own locks on it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ def lock_holder(database: Path) -> str | None:
     """The process that writes to it now, as `python (pid 17), which is stopped`; None where that cannot be known."""
     try:
         inode = str(database.with_name(database.name + "-shm").stat().st_ino)
-        request_classes = Path("/proc/locks").read_text().splitlines()
+        lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return None
-    for request_class in request_classes:
+    for line in lines:
         # 1: POSIX  ADVISORY  WRITE 4711 fd:01:131072 120 120
-        fields = request_class.split()
+        fields = line.split()
         if len(fields) != 8 or fields[3] != "WRITE" or fields[5].rpartition(":")[2] != inode:
             continue
         with suppress(ValueError):
@@ -47,4 +47,4 @@ def _describe(pid: int) -> str:
         return f"pid {pid}"
     name, _, rest = text.partition("(")[2].rpartition(")")
     is_stopped = rest.split()[:1] in (["T"], ["t"])
-    return f"{name} (pid {pid}){', which is stopped: let it go on, or end it' if is_stopped else ''}"
+    return f"{name} (pid {pid}){', which is stopped: continue it, or end it' if is_stopped else ''}"

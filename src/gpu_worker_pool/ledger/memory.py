@@ -1,4 +1,4 @@
-"""The ledger in memory: one process's, gone with it. The measure for every other one: they must answer as it does."""
+"""The ledger in memory, for one process. Tests require every other kind to answer as it does."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class MemoryLedger:
         self._check_open()
         pool = self._pool
         effects = pool.apply(event, self._clock.now())
-        told = tuple(effect for effect in effects if not isinstance(effect, WakeAt))
-        tell_of(Committed(told, self._requests.take_changes(), False, pool.fence, dict(pool.tally)), self._tell)
+        reported = tuple(effect for effect in effects if not isinstance(effect, WakeAt))
+        tell_of(Committed(reported, self._requests.take_changes(), False, pool.fence, dict(pool.tally)), self._tell)
         self._set_timer()
-        return told
+        return reported
 
     def _set_timer(self) -> None:
         at = self._pool.timers.next_at()

@@ -1,8 +1,8 @@
 """The ledger in a SQLite file, for any number of processes of one host at once.
 
-One thread a process takes all events that wait and makes one transaction of them: it reads what others have committed
-since, lets the core decide, writes the difference, and only when that is on the disk is anybody told. If anything
-fails, nobody was promised anything, and what this process believed is dropped and read anew.
+One thread per process makes one transaction of all waiting events: it reads what others have committed since, lets the
+core decide, writes the difference, and reports the effects only when they are on the disk. If anything fails, nothing
+was granted, and this process drops its copy and reads the file again.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ logger = logging.getLogger(__name__)
 
 #: How soon what another process committed is noticed.
 FOLLOW_SECONDS: Final = 0.05
-#: How often somebody says that the ledger is served, and after which silence nobody did (rule 10).
+#: How often a process stamps the ledger as served, and how old a stamp shows an outage (rule 10).
 STAMP_SECONDS: Final = 5.0
 SILENCE_SECONDS: Final = 15.0
 #: After a failure, how long until this thread tries again by itself.
 PAUSE_SECONDS: Final = 1.0
 FORGET_SECONDS: Final = 60.0
-#: Fewer than are removed at once: however busy a day, the file does not grow beyond what is kept.
+#: Fewer than are removed at once, so that the file does not grow without bound.
 FORGET_CHANGES: Final = 4_000
 MOST_AT_ONCE: Final = 256
-#: Kept in this process's memory; the others are looked up in the file.
+#: How many are kept in memory; others are looked up in the file.
 MOST_OUTCOMES: Final = 1000
 
 
 @dataclass(slots=True)
-class _Asked:
-    """An event, or a question, and whom to tell what came of it."""
+class _Job:
+    """An event or a question, and the callback for its answer."""
 
     what: Event | Callable[[Pool, float], Any]
     is_question: bool
@@ -81,11 +81,11 @@ class _News:
 
     pool: Pool
     now: float
-    #: Whether others have committed anything since, and whether everything was read anew.
+    #: Whether other processes have committed anything since, and whether everything was read again.
     is_any: bool
     is_everything: bool
     is_other_boot: bool
-    #: For how long nobody served the ledger, if that was long enough to count (rule 10).
+    #: How long no process served the ledger, if that was long enough to count (rule 10).
     unserved_seconds: float | None
 
 
@@ -102,25 +102,25 @@ class SQLiteLedger:
         boot_id: str | None = None,
     ) -> None:
         """Raises `LedgerUnavailableError` where the file cannot be used."""
-        # What is too much to keep in memory is forgotten between transactions, never within one.
+        # Outcomes are dropped from memory between transactions, never within one.
         self._settings = replace(settings, remember_at_most=None)
         self._tell = tell
         self._clock = clock
         self._boot_id = boot_id or id_of_this_boot()
         self._loop = asyncio.get_running_loop()
-        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._is_closed = False
         self._file = LedgerFile(path, SCHEMA, FORMAT)
         with self._file.errors(), self._file.in_use:
             self._tables = Tables(self._file.connection)
             self.secret = self._tables.secret()
             self._meta = self._tables.meta()
-        #: What this process believes; None when it must be read anew.
+        #: This process's copy of the ledger; None when it must be read again.
         self._pool: Pool | None = None
         self._requests: ChangeTracker[str, Waiter | Lease | Outcome] = ChangeTracker()
         self._data_version = -1
         self._has_served = False
-        #: The last readings: they are in no file, and a pool that is read anew needs them.
+        #: The last readings: they are not in the file, and a pool that is read again needs them.
         self._observed: dict[str, Observed] = {}
         self._forget_at = -math.inf
         self._changes_to_forget_after = FORGET_CHANGES
@@ -129,21 +129,21 @@ class SQLiteLedger:
         self._thread = threading.Thread(target=self._run, name="gpu-ledger", daemon=True)
         self._thread.start()
 
-    # --- asking, in the event loop's thread ---
+    # --- in the event loop's thread ---
 
     async def submit(self, event: Event) -> tuple[Effect, ...]:
-        effects: tuple[Effect, ...] = await self._ask(event, is_question=False)
+        effects: tuple[Effect, ...] = await self._enqueue(event, is_question=False)
         return effects
 
     async def look(self, question: Question[T]) -> T:
-        answer: T = await self._ask(question, is_question=True)
+        answer: T = await self._enqueue(question, is_question=True)
         return answer
 
-    def _ask(self, what: Any, *, is_question: bool) -> asyncio.Future[Any]:
+    def _enqueue(self, what: Any, *, is_question: bool) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = self._loop.create_future()
 
         def answer(value: Any, error: BaseException | None) -> None:
-            if future.done():  # whoever asked has gone; what was done is done
+            if future.done():  # the caller was cancelled; the transaction stays
                 return
             if error is None:
                 future.set_result(value)
@@ -151,10 +151,10 @@ class SQLiteLedger:
                 future.set_exception(error)
 
         if self._file.is_inherited:
-            raise LedgerUnavailableError("the ledger was opened by the process this one was forked from: open it anew")
+            raise LedgerUnavailableError("the ledger was opened by the process this one was forked from: open it again")
         if self._is_closed:
             raise LedgerUnavailableError("the ledger was closed")
-        self._asked.put(_Asked(what, is_question, answer))
+        self._jobs.put(_Job(what, is_question, answer))
         return future
 
     async def close(self) -> None:
@@ -163,7 +163,7 @@ class SQLiteLedger:
         if not self._is_closed:
             # Nothing is put into the queue behind this.
             self._is_closed = True
-            self._asked.put(None)
+            self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
     # --- in the ledger's thread ---
@@ -171,25 +171,25 @@ class SQLiteLedger:
     def _run(self) -> None:
         is_closing = False
         while not is_closing:
-            batch: list[_Asked] = []
+            batch: list[_Job] = []
             try:
-                asked = self._asked.get(timeout=self._seconds_to_next_turn())
+                job = self._jobs.get(timeout=self._seconds_to_next_turn())
                 while True:
-                    if asked is None:
+                    if job is None:
                         is_closing = True
                         break
-                    batch.append(asked)
+                    batch.append(job)
                     if len(batch) >= MOST_AT_ONCE:
                         break
-                    asked = self._asked.get_nowait()
+                    job = self._jobs.get_nowait()
             except Empty:
                 pass
             try:
                 with self._file.in_use:
                     self._turn(batch)
             except Exception:
-                logger.exception("the ledger's thread failed; going on")
-        with self._file.in_use, contextlib.suppress(Exception):  # a full disk is no reason to fail at the end
+                logger.exception("the ledger's thread failed; continuing")
+        with self._file.in_use, contextlib.suppress(Exception):  # such as a full disk
             self._file.connection.close()
 
     def _seconds_to_next_turn(self) -> float:
@@ -198,21 +198,21 @@ class SQLiteLedger:
         due_in = self._pool.timers.next_at() - self._clock()
         return min(max(due_in, 0.0005), FOLLOW_SECONDS)
 
-    def _turn(self, batch: list[_Asked]) -> None:
-        questions = [asked for asked in batch if asked.is_question]
-        events = [asked for asked in batch if not asked.is_question]
-        for asked in events:
-            if isinstance(asked.what, Observed):
-                # Whatever becomes of the transaction: what GPUs show is no secret of a ledger that is locked.
-                self._observed[asked.what.endpoint_id] = asked.what
+    def _turn(self, batch: list[_Job]) -> None:
+        questions = [job for job in batch if job.is_question]
+        events = [job for job in batch if not job.is_question]
+        for job in events:
+            if isinstance(job.what, Observed):
+                # Even if the transaction fails: readings can be shown while the ledger is locked.
+                self._observed[job.what.endpoint_id] = job.what
         if self._complaint:
-            # The next attempt may take as long as the last one, and whoever only looks need not wait for it.
+            # The next transaction may block as long as the last one, and questions need not wait for it.
             while questions:
                 self._answer_question(questions.pop(0))
         if events or (self._clock() >= self._pause_until and self._has_something_to_do()):
             self._transact(events)
-        for asked in questions:
-            self._answer_question(asked)
+        for job in questions:
+            self._answer_question(job)
 
     def _has_something_to_do(self) -> bool:
         pool, now = self._pool, self._clock()
@@ -223,66 +223,64 @@ class SQLiteLedger:
         try:
             return self._others_have_committed()
         except Exception:
-            return True  # what is wrong with it, the transaction says
+            return True  # the transaction reports the error
 
     def _others_have_committed(self) -> bool:
-        # Not `Connection.data_version`, which does not look: it knows what the last statement happened to see.
+        # Not `Connection.data_version`, which only knows what the last statement saw.
         return bool(self._file.connection.pragma("data_version") != self._data_version)
 
     def _is_stamp_due(self, pool: Pool, now: float) -> bool:
-        """A ledger without leases and waiters needs no stamp: nobody's time runs."""
+        """A ledger without leases and waiters needs no stamp: nothing in it can expire."""
         has_live = bool(pool.queue.waiting or len(pool.leases))
         return has_live and (self._meta.now is None or now - self._meta.now >= STAMP_SECONDS)
 
     # --- a transaction ---
 
-    def _transact(self, events: list[_Asked]) -> None:
-        results: list[tuple[_Asked, Any, BaseException | None]] = []
+    def _transact(self, events: list[_Job]) -> None:
+        results: list[tuple[_Job, Any, BaseException | None]] = []
         try:
             with self._file.errors():
                 committed = self._in_transaction(events, results)
         except LedgerUnavailableError as error:
             self._failed(error)
-            for asked in events:
-                self._call_in_loop(asked.answer, None, error)
+            for job in events:
+                self._call_in_loop(job.answer, None, error)
             return
         except Exception as error:
             logger.exception("the ledger could not decide")
             self._failed(error)
-            for asked in events:
-                self._call_in_loop(asked.answer, None, LedgerUnavailableError(f"{type(error).__name__}: {error}"))
+            for job in events:
+                self._call_in_loop(job.answer, None, LedgerUnavailableError(f"{type(error).__name__}: {error}"))
             return
         self._complaint, self._pause_until = "", -math.inf
         if results or committed.effects or committed.changes or committed.is_everything:
             self._call_in_loop(self._deliver, committed, results)
 
-    def _in_transaction(
-        self, events: list[_Asked], results: list[tuple[_Asked, Any, BaseException | None]]
-    ) -> Committed:
+    def _in_transaction(self, events: list[_Job], results: list[tuple[_Job, Any, BaseException | None]]) -> Committed:
         connection = self._file.connection
         self._file.check()
         connection.execute("BEGIN IMMEDIATE")
         try:
-            # Within the transaction: what others commit from now on will have changed it.
+            # Within the transaction, so that later commits of others change it.
             data_version = connection.pragma("data_version")
             news = self._catch_up()
             pool, now, foreign = news.pool, news.now, self._requests.take_changes()
             effects: list[Effect] = []
-            # From here on it is this process that decides: all of it is written, and told.
+            # From here on this process decides: all changes are written and reported.
             if news.unserved_seconds is not None:
                 effects += _apply(pool, Resumed(news.unserved_seconds), now)
             if news.is_everything:
                 for observed in self._observed.values():
-                    effects += _apply(pool, observed, now)  # as if they had just come in
-            for asked in events:
+                    effects += _apply(pool, observed, now)  # as if they had just arrived
+            for job in events:
                 try:
-                    self._remember(pool, asked.what, now)
-                    done = _apply(pool, asked.what, now)
+                    self._remember(pool, job.what, now)
+                    done = _apply(pool, job.what, now)
                 except IllegalEventError as problem:
-                    results.append((asked, None, problem))
+                    results.append((job, None, problem))
                     continue
                 effects += done
-                results.append((asked, done, None))
+                results.append((job, done, None))
             if not events or news.is_any:
                 effects += _apply(pool, Ticked(), now)
             own = self._requests.take_changes()
@@ -307,23 +305,23 @@ class SQLiteLedger:
         return Committed(tuple(effects), foreign | own, news.is_everything, pool.fence, dict(pool.tally))
 
     def _catch_up(self) -> _News:
-        """Have the pool know everything that was committed by anybody; nothing is decided here."""
+        """Bring the pool up to date with what all processes have committed; nothing is decided here."""
         known, meta = self._meta, self._tables.meta()
         now = self._clock()
         is_other_boot = meta.boot_id != self._boot_id
         if is_other_boot:
             if self._has_served:
-                # This process has not survived a reboot. Their clocks are not ours, and neither are their GPUs.
+                # This process did not survive a reboot: the other id is another host, with other clocks and GPUs.
                 raise LedgerUnavailableError(
-                    f"the ledger {self._file.path} is used by another host, or by a container with a kernel of its own"
+                    f"the ledger {self._file.path} is used by another host, or by a container with its own kernel"
                 )
             if meta.boot_id:
                 meta = self._tables.restart_clock(meta, now, self._boot_id)
             self._pool = None
         if known.revision < meta.forgotten:
-            self._pool = None  # how something ended that this process believes in is not written any more
+            self._pool = None  # the outcomes of leases in its copy may have been removed
         unserved_seconds = 0.0 if meta.now is None else max(now - meta.now, 0.0)
-        # Time never goes back, whatever this process's clock says.
+        # Time never goes back.
         now = now if meta.now is None else max(now, meta.now)
         pool, is_everything = self._pool, self._pool is None
         is_any = is_everything or meta.revision != known.revision
@@ -338,7 +336,7 @@ class SQLiteLedger:
         return _News(pool, now, is_any, is_everything, is_other_boot, unserved_seconds if is_silent else None)
 
     def _remember(self, pool: Pool, event: Any, now: float) -> None:
-        """Bring what the event is about to the pool's mind, if it ended and only the file knows."""
+        """Load the outcome that the event is about, if it is only in the file."""
         outcome: Outcome | None = None
         match event:
             case Requested(request=request) if request.request_id not in pool.requests:
@@ -361,20 +359,20 @@ class SQLiteLedger:
             self._complaint = str(error)
             logger.error("nothing can be granted: %s", error)
 
-    # --- looking ---
+    # --- questions ---
 
-    def _answer_question(self, asked: _Asked) -> None:
-        assert callable(asked.what)
+    def _answer_question(self, job: _Job) -> None:
+        assert callable(job.what)
         value, problem = None, None
         try:
             # As of the last turn: at most `FOLLOW_SECONDS` ago.
-            value = asked.what(self._pool or self._read_only_pool(), self._clock())
+            value = job.what(self._pool or self._read_only_pool(), self._clock())
         except Exception as error:
             problem = error
-        self._call_in_loop(asked.answer, value, problem)
+        self._call_in_loop(job.answer, value, problem)
 
     def _read_only_pool(self) -> Pool:
-        """To look at, while nothing can be written: a full disk is no reason not to tell who waits for what."""
+        """For questions while the ledger cannot be written, for example because the disk is full."""
         pool = MirrorPool(self._settings)
         connection = self._file.connection
         with self._file.errors():
@@ -388,15 +386,15 @@ class SQLiteLedger:
             pool.observe(observed.endpoint_id, observed.readings, observed.begun_at)
         return pool
 
-    # --- telling ---
+    # --- answers ---
 
-    def _deliver(self, committed: Committed, results: list[tuple[_Asked, Any, BaseException | None]]) -> None:
+    def _deliver(self, committed: Committed, results: list[tuple[_Job, Any, BaseException | None]]) -> None:
         tell_of(committed, self._tell)
-        for asked, value, problem in results:
-            asked.answer(value, problem)
+        for job, value, problem in results:
+            job.answer(value, problem)
 
     def _call_in_loop(self, function: Callable[..., object], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *args)
 
 

@@ -1,7 +1,7 @@
-"""The tables of a ledger file: rows to what the core knows, and back. Runs in transactions that others begin and end.
+"""Reads and writes the tables of a ledger file, within transactions that `SQLiteLedger` begins and ends.
 
-Every row carries the revision that wrote it, so that a process reads what others have changed and nothing else. Ended
-requests stay in the file; they are looked up one by one when somebody asks for them again.
+Every row has the revision that wrote it, so that a process reads only what others have changed. Ended requests stay in
+the file; they are looked up one by one when they are needed again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.remembered import Outcome
 
 FORMAT: Final = 1
-#: So many ended requests stay in the file, however young: a busy day must not fill the disk.
+#: How many ended requests the file keeps at most: a busy day must not fill the disk.
 MOST_REMEMBERED: Final = 200_000
-#: Removed at once, at most; the rest with the next one.
+#: How many are removed in one transaction at most.
 _REMOVED_AT_ONCE: Final = 5_000
 
 _WAITER, _LEASE, _OUTCOME = "waiter", "lease", "outcome"
@@ -69,25 +69,23 @@ BEGIN SELECT RAISE(ABORT, 'this GPU is promised already'); END;
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """The one row about the whole."""
+    """The row of the table `meta`."""
 
     revision: int
     fence: int
     ticket: int
     boot_id: str
-    #: The time of the last transaction, which is the stamp that somebody serves the ledger; None for a new one.
+    #: The time of the last transaction, which shows that a process serves the ledger; None for a new ledger.
     now: float | None
     tally: str
-    #: The last revision of which something was removed: who knows only older ones must read everything anew.
+    #: The newest revision of a removed row: a process that knows only older revisions must read everything again.
     forgotten: int
 
 
 class Tables:
-    """Reads and writes one ledger file's rows through a connection, within whatever transaction it is in."""
-
     def __init__(self, connection: apsw.Connection) -> None:
         self._execute = connection.execute
-        #: How the rows of GPUs are, as far as this process knows.
+        #: The rows of the table `gpus`, as far as this process knows.
         self._gpu_rows: dict[str, tuple[Any, ...]] = {}
 
     def secret(self) -> str:
@@ -104,7 +102,7 @@ class Tables:
     # --- reading ---
 
     def load(self, pool: Pool, since_revision: int | None, meta: Meta) -> None:
-        """Everything that is not over into an empty pool, or what was changed since then into one that has the rest."""
+        """Replicate the changes since that revision into the pool; None: all live requests, into an empty one."""
         if since_revision is None:
             found = self._execute("SELECT kind, data FROM requests WHERE ended_at IS NULL")
             gpus = self._execute("SELECT gpu_id, endpoint_id, last_fence, freed_at, read_after FROM gpus")
@@ -116,7 +114,7 @@ class Tables:
                 (since_revision,),
             )
         news = [_known(kind, data) for kind, data in found]
-        # Those who came later stand behind those who came before, whoever of them was written last.
+        # In order of arrival, whichever was written last.
         news.sort(key=lambda known: known.ticket if isinstance(known, Waiter) else 0)
         histories = []
         for row in gpus:
@@ -140,10 +138,10 @@ class Tables:
     # --- writing ---
 
     def write(self, pool: Pool, changes: Mapping[str, Waiter | Lease | Outcome], before: Meta, boot_id: str) -> Meta:
-        """What has changed since `before`; the row about the whole in any case, as a stamp that somebody is here."""
+        """Write the changes since `before`, and always `meta`, which shows that a process serves the ledger."""
         revision = before.revision + 1
         touched: dict[str, GPUResourceState] = {}
-        # What ends first: a GPU may go from one lease to the next within one transaction.
+        # Ended leases first: a GPU may go from one lease to the next within one transaction.
         for known in sorted(changes.values(), key=lambda known: isinstance(known, Lease)):
             self._write_request(known, before.fence, revision)
             lease = known if isinstance(known, Lease) else None if isinstance(known, Waiter) else known.lease
@@ -190,13 +188,13 @@ class Tables:
             self._execute("INSERT OR REPLACE INTO gpus VALUES (?, ?, ?, ?, ?, ?)", (*row, revision))
 
     def forget_ended(self, before: float) -> None:
-        """Those that ended so long ago, and the oldest of too many."""
+        """Remove requests that ended before that time, and the oldest if there are too many."""
         removed = self._execute(
             "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests WHERE ended_at < ? LIMIT ?)"
             " RETURNING revision",
             (before, _REMOVED_AT_ONCE),
         ).fetchall()
-        # By when they ended, not by when they came: a lease that was held for days has only just ended.
+        # By when they ended, not by when they arrived: a lease that was held for days has only just ended.
         too_many = self._execute("SELECT count(*) FROM requests WHERE ended_at IS NOT NULL").get - MOST_REMEMBERED
         if too_many > 0:
             removed += self._execute(
@@ -208,7 +206,7 @@ class Tables:
             self._execute("UPDATE meta SET forgotten = max(forgotten, ?)", (max(removed)[0],))
 
     def restart_clock(self, meta: Meta, now: float, boot_id: str) -> Meta:
-        """After a reboot: every moment as it would be on the new clock, and no process of before known any more."""
+        """After a reboot: shift all times to the new clock, and drop the processes, which are gone."""
         later = 0.0 if meta.now is None else now - meta.now
         revision = meta.revision + 1
         rows: list[tuple[Any, ...]] = self._execute("SELECT request_id, ended_at, data FROM requests").fetchall()
@@ -232,7 +230,7 @@ def _known(kind: str, data: str) -> Waiter | Lease | Outcome:
     return lease_of(row) if kind == _LEASE else outcome_of(row)
 
 
-#: Made once: `json.dumps` would make one for every row.
+#: Made once: `json.dumps` would make an encoder per row.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 

@@ -106,5 +106,5 @@ def test_a_request_that_is_made_anew_has_one_token(tokens: Tokens, tmp_path: Pat
     asyncio.run(leases.acquire(again, wait_seconds=0, may_reserve=True))
     assert tokens.of(first.request_id) is None
     assert tokens.of(again.request_id) == again.owner
-    asyncio.run(leases.close())
+    asyncio.run(leases.cancel(again))
     assert kept(tmp_path) == []

@@ -99,7 +99,7 @@ def test_a_full_endpoint_is_passed_over(strategy: Strategy) -> None:
     assert Counter(fleet.request() for _ in range(6)) == {"a": 1, "b": 5}
 
 
-def test_special_wishes_are_balanced_too() -> None:
+def test_special_requirements_are_balanced_too() -> None:
     fleet = Fleet("round_robin", a=4, b=4)
     fleet.requirements = Requirements(memory_mb=1000)
     assert fleet.passing(100) == {"a": 50, "b": 50}

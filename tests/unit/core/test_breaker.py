@@ -163,7 +163,7 @@ def test_late_answers_of_those_who_entered_before_it_opened_change_nothing() -> 
 def test_a_verdict_of_nobody_is_refused_and_changes_nothing(verdict: str) -> None:
     for breaker in (Breaker(), opened()):
         before = dict(vars(breaker))
-        with pytest.raises(IllegalEventError, match="nobody is inside"):
+        with pytest.raises(IllegalEventError, match="no caller is inside"):
             {
                 "succeeded": lambda it: it.succeeded(1.0),
                 "failed": lambda it: it.failed(1.0, NO_JITTER),

@@ -42,7 +42,7 @@ from gpu_worker_pool.testing import gpu, gpus, snapshot
 TTL = 60.0
 
 
-def poll_id(name: str, **requirements: Any) -> Request:
+def request_for(name: str, **requirements: Any) -> Request:
     return Request(name, Requirements(**requirements), ttl_seconds=TTL)
 
 
@@ -89,12 +89,12 @@ def test_everything_that_can_become_of_a_request_is_taken_over() -> None:
     one, other = two()
     one.does(snapshot(gpus(1), at=0.0), 0.0)
     steps: list[tuple[Event, float]] = [
-        (Requested(poll_id("first"), poll_id="a"), 1.0),
-        (Requested(poll_id("second"), poll_deadline=9.0), 2.0),
+        (Requested(request_for("first"), poll_id="a"), 1.0),
+        (Requested(request_for("second"), poll_deadline=9.0), 2.0),
         (PollAbandoned("first", "a"), 3.0),
-        (Requested(poll_id("first")), 4.0),
+        (Requested(request_for("first")), 4.0),
         (Renewed("lease-1"), 5.0),
-        (Requested(poll_id("second"), poll_deadline=12.0, may_reserve=False), 6.0),
+        (Requested(request_for("second"), poll_deadline=12.0, may_reserve=False), 6.0),
         (HolderGone("lease-1", is_proven=True), 7.0),
         (snapshot(gpus(1), at=8.0), 8.0),
         (Cancelled("second"), 9.0),
@@ -109,7 +109,7 @@ def test_everything_that_can_become_of_a_request_is_taken_over() -> None:
 def test_whoever_takes_over_a_waiter_serves_it_if_it_can() -> None:
     one, other = two()
     other.does(snapshot(gpus(1), at=0.0), 0.0)
-    one.does(Requested(poll_id("waits"), poll_deadline=30.0), 1.0)
+    one.does(Requested(request_for("waits"), poll_deadline=30.0), 1.0)
     (grant, *_) = other.follows(one, 2.0)
     assert isinstance(grant, Granted)
     assert (grant.lease.request.request_id, grant.lease.state) == ("waits", LeaseState.HELD)
@@ -117,9 +117,9 @@ def test_whoever_takes_over_a_waiter_serves_it_if_it_can() -> None:
 
 def test_those_who_came_first_are_first_wherever_they_came_in() -> None:
     one, other = two()
-    one.does(Requested(poll_id("low")), 1.0)
-    one.does(Requested(poll_id("high", priority=1)), 2.0)
-    one.does(Requested(poll_id("low too")), 3.0)
+    one.does(Requested(request_for("low")), 1.0)
+    one.does(Requested(request_for("high", priority=1)), 2.0)
+    one.does(Requested(request_for("low too")), 3.0)
     other.follows(one, 3.0)
     assert [waiter.request.request_id for waiter in other.pool.queue.in_order()] == ["high", "low", "low too"]
     effects = other.does(snapshot(gpus(2), at=4.0), 4.0)
@@ -131,11 +131,11 @@ def test_what_was_released_elsewhere_is_read_again_here_although_nobody_waited_t
     one, other = two()
     for process in (one, other):
         process.does(snapshot(gpus(1), at=0.0), 0.0)
-    one.does(Requested(poll_id("holds")), 1.0)
+    one.does(Requested(request_for("holds")), 1.0)
     other.follows(one, 1.0)
     one.does(Released("lease-1"), 2.0)
     other.follows(one, 2.0)
-    assert ReadingWanted("") in other.does(Requested(poll_id("late")), 2.05)
+    assert ReadingWanted("") in other.does(Requested(request_for("late")), 2.05)
 
 
 def test_a_reading_that_began_after_the_release_counts_also_if_the_release_is_learnt_later() -> None:
@@ -143,13 +143,13 @@ def test_a_reading_that_began_after_the_release_counts_also_if_the_release_is_le
     one, other = two()
     for process in (one, other):
         process.does(snapshot(gpus(1), at=0.0), 0.0)
-    one.does(Requested(poll_id("holds")), 1.0)
+    one.does(Requested(request_for("holds")), 1.0)
     other.follows(one, 1.0)
     one.does(Released("lease-1"), 2.0)
     outsider = ProcessReading(7, 1.0)
     other.does(snapshot([gpu(0, memory_used_mb=5_000.0, processes=(outsider,))], at=3.0), 3.0)
     other.follows(one, 3.1)
-    (grant, *_) = other.does(Requested(poll_id("next")), 3.2)
+    (grant, *_) = other.does(Requested(request_for("next")), 3.2)
     assert isinstance(grant, Granted)
     assert grant.lease.held[0].memory_used_mb == 5_000.0
     assert grant.lease.held[0].processes == {outsider.identity}
@@ -160,13 +160,13 @@ def test_a_renewal_elsewhere_changes_nothing_of_what_was_there_before_a_second_h
     for process in (one, other):
         process.does(snapshot(gpus(1), at=0.0), 0.0)
     share = {"memory_mb": 10_000.0, "share": True}
-    one.does(Requested(poll_id("first", **share)), 1.0)
+    one.does(Requested(request_for("first", **share)), 1.0)
     other.follows(one, 1.0)
     theirs = ProcessReading(7, 1.0)
     other.does(snapshot([gpu(0, memory_used_mb=8_000.0, processes=(theirs,))], at=2.0), 2.0)
     one.does(Renewed("lease-1"), 3.0)
     other.follows(one, 3.0)
-    (grant, *_) = other.does(Requested(poll_id("second", **share)), 3.1)
+    (grant, *_) = other.does(Requested(request_for("second", **share)), 3.1)
     assert isinstance(grant, Granted)
     assert grant.lease.held[0].processes == {theirs.identity}, "the first one's process would seem to be the second's"
 
@@ -175,22 +175,22 @@ def test_a_gpu_seen_for_the_first_time_is_known_by_name_in_the_grant() -> None:
     """A process that has just begun may know a reading from before the last lease ended."""
     one, other = two()
     one.does(snapshot(gpus(1), at=0.0), 0.0)
-    one.does(Requested(poll_id("offered"), poll_id="a"), 1.0)
+    one.does(Requested(request_for("offered"), poll_id="a"), 1.0)
     one.does(PollAbandoned("offered", "a"), 1.0)
     one.does(Cancelled("offered"), 2.0)
     other.follows(one, 2.0)
     other.does(snapshot(gpus(1), at=1.5), 2.1)
-    (grant, *_) = other.does(Requested(poll_id("next")), 2.2)
+    (grant, *_) = other.does(Requested(request_for("next")), 2.2)
     assert isinstance(grant, Granted)
     assert (grant.lease.held[0].uuid, grant.lease.held[0].name) == ("GPU-host-0", "NVIDIA H100 80GB HBM3")
 
 
 def test_an_id_that_was_forgotten_and_used_anew_elsewhere() -> None:
     one, other = two(PoolSettings(remember_seconds=10.0))
-    one.does(Requested(poll_id("same", count=2)), 1.0)
+    one.does(Requested(request_for("same", count=2)), 1.0)
     one.does(Cancelled("same"), 1.0)
     other.follows(one, 1.0)
-    one.does(Requested(poll_id("same")), 20.0)
+    one.does(Requested(request_for("same")), 20.0)
     other.follows(one, 20.0)
     assert isinstance(other.pool.requests["same"], Waiter)
     assert list(other.pool.outcomes) == []
@@ -199,17 +199,17 @@ def test_an_id_that_was_forgotten_and_used_anew_elsewhere() -> None:
 def test_impossible_requests_are_rejected_by_who_took_them_in_only() -> None:
     """Fault 34: what one process cannot see may be there for the other."""
     sees_all, sees_few = two()
-    sees_all.does(Requested(poll_id("both", count=2)), 1.0)
+    sees_all.does(Requested(request_for("both", count=2)), 1.0)
     sees_few.follows(sees_all, 1.0)
     assert sees_few.does(snapshot(gpus(1), at=2.0), 2.0) == []
     sees_few.does(GPUsVanished(("0",)), 2.1)
     assert sees_few.does(snapshot(gpus(1), at=2.15), 2.15) == []
     assert "both" in sees_few.books()["waiters"][0]["request"]["request_id"]
-    (rejected,) = sees_few.does(Requested(poll_id("own", count=2)), 2.2)
+    (rejected,) = sees_few.does(Requested(request_for("own", count=2)), 2.2)
     assert isinstance(rejected, Ended)
     assert rejected.state is RequestState.REJECTED
     # Asked of this one itself, it answers for itself.
-    (rejected,) = sees_few.does(Requested(poll_id("both", count=2)), 2.3)
+    (rejected,) = sees_few.does(Requested(request_for("both", count=2)), 2.3)
     assert isinstance(rejected, Ended)
     assert rejected.state is RequestState.REJECTED
     (rejected,) = sees_all.does(snapshot(gpus(1), at=3.0), 3.0)
@@ -230,14 +230,14 @@ def test_what_is_kept_elsewhere_is_kept_here() -> None:
     one, other = two(KEEPS)
     for process in (one, other):
         process.does(snapshot(gpus(2), at=0.0), 0.0)
-    one.does(Requested(poll_id("holds")), 0.1)
-    one.does(Requested(poll_id("both", count=2)), 0.2)
-    one.does(Requested(poll_id("beside it", only=("0",))), 0.3)
+    one.does(Requested(request_for("holds")), 0.1)
+    one.does(Requested(request_for("both", count=2)), 0.2)
+    one.does(Requested(request_for("beside it", only=("0",))), 0.3)
     one.does(snapshot(gpus(2), at=2.0), 2.0)
     assert kept_by(one) == ("1", "0")
     other.follows(one, 2.1)
     assert kept_by(other) == ("1", "0")
-    assert other.does(Requested(poll_id("small")), 2.2) == []
+    assert other.does(Requested(request_for("small")), 2.2) == []
     one.follows(other, 2.2)
     one.does(Cancelled("both"), 2.3)
     other.follows(one, 2.3)
@@ -249,14 +249,14 @@ def test_what_is_kept_elsewhere_is_kept_here() -> None:
 def test_who_cannot_see_what_is_kept_leaves_it_as_it_is(seen: tuple[int, ...]) -> None:
     one, other = two(KEEPS)
     one.does(snapshot(gpus(2), at=0.0), 0.0)
-    one.does(Requested(poll_id("holds")), 0.1)
-    one.does(Requested(poll_id("both", count=2)), 0.2)
-    one.does(Requested(poll_id("beside it", only=("0",))), 0.3)
+    one.does(Requested(request_for("holds")), 0.1)
+    one.does(Requested(request_for("both", count=2)), 0.2)
+    one.does(Requested(request_for("beside it", only=("0",))), 0.3)
     one.does(snapshot(gpus(2), at=2.0), 2.0)
     other.follows(one, 2.1)
     if seen:
         other.does(snapshot([gpu(index) for index in seen], at=2.2), 2.2)
-    other.does(Requested(poll_id("small")), 2.3)
+    other.does(Requested(request_for("small")), 2.3)
     assert kept_by(other) == kept_by(one) == ("1", "0")
     other.does(Cancelled("both"), 2.4)
     check_invariants(other.pool)
@@ -267,9 +267,9 @@ def test_older_readings_undo_nothing_that_newer_ones_decided() -> None:
     one, other = two(KEEPS)
     other.does(snapshot(gpus(2, memory_used_mb=79_000.0), at=1.0), 1.0)  # an outsider's, who has left since
     one.does(snapshot(gpus(2), at=0.0), 0.0)
-    one.does(Requested(poll_id("holds")), 0.1)
-    one.does(Requested(poll_id("both", count=2)), 0.2)
-    one.does(Requested(poll_id("beside it", only=("0",))), 0.3)
+    one.does(Requested(request_for("holds")), 0.1)
+    one.does(Requested(request_for("both", count=2)), 0.2)
+    one.does(Requested(request_for("beside it", only=("0",))), 0.3)
     one.does(snapshot(gpus(2), at=2.0), 2.0)
     other.follows(one, 2.1)
     assert kept_by(other) == kept_by(one) == ("1", "0")
@@ -292,9 +292,9 @@ def test_the_same_decision_is_not_written_again() -> None:
 
     pool = Pool(KEEPS, Noting())
     pool.apply(snapshot(gpus(2), at=0.0), 0.0)
-    pool.apply(Requested(poll_id("holds")), 0.1)
-    pool.apply(Requested(poll_id("both", count=2)), 0.2)
-    pool.apply(Requested(poll_id("beside it", only=("0",))), 0.3)
+    pool.apply(Requested(request_for("holds")), 0.1)
+    pool.apply(Requested(request_for("both", count=2)), 0.2)
+    pool.apply(Requested(request_for("beside it", only=("0",))), 0.3)
     pool.apply(snapshot(gpus(2), at=2.0), 2.0)
     assert pool.reserved_for is not None
     written.clear()
@@ -307,17 +307,17 @@ def test_the_same_decision_is_not_written_again() -> None:
 def test_one_that_waits_in_several_places_has_gpus_kept_in_one_only() -> None:
     pool = Pool(KEEPS)
     pool.apply(snapshot(gpus(2), at=0.0), 0.0)
-    pool.apply(Requested(poll_id("holds")), 0.1)
-    pool.apply(Requested(poll_id("both", count=2), may_reserve=False), 0.2)
-    pool.apply(Requested(poll_id("beside it", only=("0",)), may_reserve=False), 0.3)
+    pool.apply(Requested(request_for("holds")), 0.1)
+    pool.apply(Requested(request_for("both", count=2), may_reserve=False), 0.2)
+    pool.apply(Requested(request_for("beside it", only=("0",)), may_reserve=False), 0.3)
     pool.apply(snapshot(gpus(2), at=2.0), 2.0)
     assert pool.reserved_for is None
-    pool.apply(Requested(poll_id("both", count=2), may_reserve=True), 2.1)
+    pool.apply(Requested(request_for("both", count=2), may_reserve=True), 2.1)
     pool.apply(snapshot(gpus(2), at=2.2), 2.2)
     assert pool.reserved_for is not None
-    small = pool.apply(Requested(poll_id("small")), 2.3)
+    small = pool.apply(Requested(request_for("small")), 2.3)
     assert not any(isinstance(effect, Granted) for effect in small)
-    effects = pool.apply(Requested(poll_id("both", count=2), may_reserve=False), 2.4)
+    effects = pool.apply(Requested(request_for("both", count=2), may_reserve=False), 2.4)
     assert [effect.lease.request.request_id for effect in effects if isinstance(effect, Granted)] == ["small"]
     check_invariants(pool)
 
@@ -330,8 +330,8 @@ def test_gpus_of_the_past_are_not_among_the_reasons() -> None:
     pool = Pool()
     pool.replicate([], [GPUHistory("MIG-long-gone", "", 3, 1.0, 1.0)])
     pool.apply(snapshot(gpus(1), at=2.0), 2.0)
-    pool.apply(Requested(poll_id("holds")), 2.1)
-    pool.apply(Requested(poll_id("waits")), 2.2)
+    pool.apply(Requested(request_for("holds")), 2.1)
+    pool.apply(Requested(request_for("waits")), 2.2)
     told = explain(pool, "waits", 2.3)
     assert told is not None
     assert [gpu.gpu_id for gpu in told.gpus] == ["0"]
@@ -362,17 +362,17 @@ def test_several_mig_devices_are_never_given_to_one() -> None:
     pool = Pool()
     devices = [gpu(n, is_mig_device=True, utilization_percent=None, reports_utilization=False) for n in range(2)]
     pool.apply(snapshot(devices, at=0.0), 0.0)
-    (rejected,) = pool.apply(Requested(poll_id("both", count=2)), 0.1)
+    (rejected,) = pool.apply(Requested(request_for("both", count=2)), 0.1)
     assert isinstance(rejected, Ended)
     assert "a MIG device, of which a process can use only one" in rejected.reasons[0]
-    (grant,) = (effect for effect in pool.apply(Requested(poll_id("one")), 0.2) if isinstance(effect, Granted))
+    (grant,) = (effect for effect in pool.apply(Requested(request_for("one")), 0.2) if isinstance(effect, Granted))
     assert len(grant.lease.gpu_ids) == 1
 
 
 def test_only_what_was_told_to_nobody_else_is_offered_again() -> None:
     pool = Pool(PoolSettings(offer_ttl_seconds=5.0))
     pool.apply(snapshot(gpus(1), at=0.0), 0.0)
-    pool.apply(Requested(poll_id("one"), poll_id="first"), 1.0)
+    pool.apply(Requested(request_for("one"), poll_id="first"), 1.0)
 
     def state() -> LeaseState | None:
         lease = pool.leases.lookup("lease-1")
@@ -383,9 +383,9 @@ def test_only_what_was_told_to_nobody_else_is_offered_again() -> None:
     assert state() is LeaseState.HELD
     pool.apply(PollAbandoned("one", "first"), 1.2)
     assert state() is LeaseState.OFFERED
-    with pytest.raises(IllegalEventError, match="not been claimed"):
+    with pytest.raises(IllegalEventError, match="not claimed yet"):
         pool.apply(Renewed("lease-1"), 1.3)
-    pool.apply(Requested(poll_id("one"), poll_id="second"), 2.0)
+    pool.apply(Requested(request_for("one"), poll_id="second"), 2.0)
     assert state() is LeaseState.HELD
     pool.apply(PollAbandoned("one", "second"), 2.1)
     pool.apply(PollAbandoned("nobody", "second"), 2.1)
@@ -398,8 +398,8 @@ def test_only_what_was_told_to_nobody_else_is_offered_again() -> None:
 def test_asking_again_for_what_one_holds_is_a_renewal() -> None:
     pool = Pool()
     pool.apply(snapshot(gpus(1), at=0.0), 0.0)
-    pool.apply(Requested(poll_id("one")), 1.0)
-    effects = pool.apply(Requested(poll_id("one")), 41.0)
+    pool.apply(Requested(request_for("one")), 1.0)
+    effects = pool.apply(Requested(request_for("one")), 41.0)
     grants = [effect.lease for effect in effects if isinstance(effect, Granted)]
     assert [(lease.lease_id, lease.expires_at) for lease in grants] == [("lease-1", 101.0)]
     pool.apply(Ticked(), 102.9)

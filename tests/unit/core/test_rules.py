@@ -437,7 +437,7 @@ def test_rule_4_what_was_kept_is_free_again_when_its_waiter_leaves(story: Story)
 @pytest.mark.parametrize(
     ("requirements", "reason"),
     [
-        (Requirements(count=3), "3 GPUs asked for, 2 of 2 could ever serve it"),
+        (Requirements(count=3), "3 GPUs requested, 2 of 2 could ever serve it"),
         (Requirements(memory_mb=80_001), "80001 MB are needed"),
         (Requirements(min_free_memory_mb=90_000), "90000 MB are needed"),
         (Requirements(gpu_model="B200"), "0 of 2 could ever serve it (GPU 0, 1: NVIDIA H100 80GB HBM3, not B200)"),
@@ -579,7 +579,7 @@ def test_rule_8_a_reading_from_before_the_release_does_not_send_the_gpu_past_the
     assert granted(story.asks("newcomer", Requirements(memory_mb=2000, share=True))) == []
     told = explain(story.pool, "newcomer", story.now)
     assert told is not None
-    assert str(told.gpus[0]) == "GPU 0: kept for next, which is before you, until it was read again"
+    assert str(told.gpus[0]) == "GPU 0: reserved for next, which is ahead of you, until it is read again"
     assert granted(story.reads(gpu(0))) == [("next", ("0",))]
 
 
@@ -760,7 +760,7 @@ def test_rule_9_a_grant_that_nobody_comes_for_goes_to_the_next(story: Story) -> 
     story.releases("holder")
     offered = story.lease("dead")
     effects = story.happens(Ticked(), after=10.0)
-    assert effects[0] == LeaseEnded(offered, LeaseState.RECLAIMED, "nobody came for it in time")
+    assert effects[0] == LeaseEnded(offered, LeaseState.RECLAIMED, "it was not claimed in time")
     assert granted(effects) == [("alive", ("0",))], "nobody used it: no fresh reading is needed"
 
 
@@ -1110,7 +1110,7 @@ def test_rule_12_how_many_gpus_there_are_together_is_told(story: Story) -> None:
     assert explain_requirements(story.pool, two, story.now).summary == summary
 
 
-def test_rule_12_wishes_can_be_explained_before_they_are_asked(story: Story) -> None:
+def test_rule_12_requirements_can_be_explained_before_a_request(story: Story) -> None:
     assert explain_requirements(story.pool, ANY_GPU, story.now).summary == "one GPU: no GPU is known yet"
     story.reads(gpu(0))
     assert explain_requirements(story.pool, ANY_GPU, story.now).summary == "one GPU: could be granted now"
@@ -1195,7 +1195,7 @@ def test_requests_are_values(story: Story) -> None:
         ({"utilization_threshold": "90"}, "utilization_threshold must be"),
     ],
 )
-def test_wishes_that_make_no_sense_are_refused(requirements: dict[str, Any], message: str) -> None:
+def test_requirements_that_make_no_sense_are_refused(requirements: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Requirements(**requirements)
 
@@ -1220,7 +1220,7 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], messa
         PoolSettings(**settings)
 
 
-def test_wishes_keep_no_hash_of_another_process() -> None:
+def test_requirements_keep_no_hash_of_another_process() -> None:
     requirements = Requirements(gpu_model="A100", only=("0",))
     make, arguments = requirements.__reduce__()
     assert make(*arguments) == requirements

@@ -203,7 +203,7 @@ def test_without_a_ledger_nothing_is_known_to_be_promised() -> None:
         ({}, [], "free", []),
         ({"processes": (ProcessReading(1, name="Xorg"),), "memory_used_mb": 10.0}, [], "free", []),
         ({"memory_used_mb": 98.0}, [], "busy", ["memory 98.0 % used, not below 80 %"]),
-        ({"memory_used_mb": None}, [], "busy", ["does not tell its memory usage"]),
+        ({"memory_used_mb": None}, [], "busy", ["does not report its memory usage"]),
         ({"utilization_percent": 95.0}, [], "busy", ["utilization 95.0 %, not below 90 %"]),
         ({"utilization_percent": None}, [], "busy", ["its utilization could not be read"]),
         ({"utilization_percent": 95.0}, [held("L1")], "held", ["held: w"]),

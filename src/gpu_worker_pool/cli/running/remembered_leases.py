@@ -13,6 +13,7 @@ from gpu_worker_pool.environment import Environment
 from gpu_worker_pool.errors import GPUWorkerPoolError
 from gpu_worker_pool.leases.http import HTTPLeaseService
 from gpu_worker_pool.leases.inherited import InheritedLease
+from gpu_worker_pool.leases.lease import HeldLease
 from gpu_worker_pool.leases.service import LeasedGPU
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.config import EndpointConfig, MultiEndpointConfigurationManager
     from gpu_worker_pool.core.events import Request
-    from gpu_worker_pool.leases.lease import HeldLease
     from gpu_worker_pool.leases.service import LeaseService, StillWaiting
 
 _sessions: list[aiohttp.ClientSession] = []
@@ -59,7 +59,10 @@ class RememberedLeases:
         if self._tokens.of(request.request_id) is None:
             self._tokens.remember(request)
         async with self._forgetting(request):
-            return await self._service.acquire(request, wait_seconds=wait_seconds, may_reserve=may_reserve)
+            answer = await self._service.acquire(request, wait_seconds=wait_seconds, may_reserve=may_reserve)
+        if isinstance(answer, HeldLease):
+            answer.service = self
+        return answer
 
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
         if lease.is_inherited:
