@@ -161,7 +161,7 @@ asyncio.run(main())
 SAMPLES = """
 import gc, sys
 from pathlib import Path
-from gpu_worker_pool.gpu_server.view import HostView
+from gpu_worker_pool.gpu_server.host_view import HostView
 from gpu_worker_pool.hardware.readers.choose import make_reader
 from gpu_worker_pool.hardware.sample_log import SampleLog
 from gpu_worker_pool.clocks import boot_time

@@ -24,7 +24,7 @@ from tests.server_process import ServerProcess
 from tests.waiting import eventually
 
 import gpu_worker_pool
-from gpu_worker_pool.gpu_server import ServerSettings, answers, schemas
+from gpu_worker_pool.gpu_server import ServerSettings, responses, schemas
 from gpu_worker_pool.gpu_server.leases import schemas as lease_schemas
 from gpu_worker_pool.gpu_server.settings import read_environment
 from gpu_worker_pool.hardware.readers.choose import make_reader
@@ -431,7 +431,7 @@ def test_every_refusal_is_in_its_table() -> None:
 
 
 def refusals_in_code() -> set[tuple[int, str]]:
-    found = {(status, code) for _, status, code in answers._REFUSALS}
+    found = {(status, code) for _, status, code in responses._REFUSALS}
     package = Path(gpu_worker_pool.__file__).parent / "gpu_server"
     for file in package.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -464,15 +464,15 @@ EXPLAINED: list[tuple[type[BaseModel], tuple[str, ...]]] = [
     (schemas.Count, (STATS,)),
     (schemas.Summary, (STATS, "`/gpu/summary`: short form, for allocators")),
     (schemas.SummaryRow, (STATS, "`/gpu/summary`: short form, for allocators")),
-    (schemas.History, (STATS, "`/gpu/history`: the last readings")),
-    (schemas.GPUHistory, (STATS, "`/gpu/history`: the last readings")),
+    (schemas.HistorySchema, (STATS, "`/gpu/history`: the last readings")),
+    (schemas.GPUHistorySchema, (STATS, "`/gpu/history`: the last readings")),
     (schemas.HistoryReading, (STATS, "`/gpu/history`: the last readings")),
     (schemas.HealthBody, ("`/health`: health check",)),
     (schemas.FilteringConfig, ("`/config`: configuration",)),
     (schemas.LeasesConfig, ("`/config`: configuration",)),
     (schemas.Promise, (STATS,)),
     (lease_schemas.GrantedLease, (ASKING,)),
-    (lease_schemas.LeaseRow, (ASKING, "`GET /leases` and `GET /queue`: list")),
+    (lease_schemas.LeaseRowSchema, (ASKING, "`GET /leases` and `GET /queue`: list")),
 ]
 
 
@@ -485,7 +485,7 @@ def test_every_field_is_explained(model: type[BaseModel], headings: tuple[str, .
 
 def test_every_code_is_in_its_table() -> None:
     package = Path(gpu_worker_pool.__file__).parent
-    files = [package / "errors.py", package / "gpu_server" / "view.py", *(package / "hardware").rglob("*.py")]
+    files = [package / "errors.py", package / "gpu_server" / "host_view.py", *(package / "hardware").rglob("*.py")]
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     code = re.compile(r"[a-z_]+_(?:not_found|denied|not_loaded|mismatch|hangs|error|late|yet)")

@@ -1,4 +1,4 @@
-"""The OpenAPI schema against a live server: Schemathesis tries what it allows and what it forbids; it finds nothing."""
+"""The OpenAPI schema against a live server: Schemathesis tries valid and invalid requests and finds no error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking at the live page as people do: what tests open, see and keep of it."""
+"""Helpers that open the live page in a browser and read what it shows."""
 
 from __future__ import annotations
 
@@ -104,18 +104,18 @@ def looking(
         context.close()
 
 
-def take(server: ServerProcess, **wish: Any) -> dict[str, Any]:
+def take(server: ServerProcess, **requirements: Any) -> dict[str, Any]:
     """A lease; a GPU that a test before had may need a moment until it shows itself free."""
-    return _ask(server, 201, {"wait_seconds": 20, **wish})
+    return _ask(server, 201, {"wait_seconds": 20, **requirements})
 
 
-def queue_up(server: ServerProcess, **wish: Any) -> dict[str, Any]:
+def queue_up(server: ServerProcess, **requirements: Any) -> dict[str, Any]:
     """A place in the queue."""
-    return _ask(server, 202, wish)
+    return _ask(server, 202, requirements)
 
 
-def _ask(server: ServerProcess, status: int, wish: dict[str, Any]) -> dict[str, Any]:
-    reply = server.ask("POST", "/leases", {"ttl_seconds": 600, **wish})
+def _ask(server: ServerProcess, status: int, requirements: dict[str, Any]) -> dict[str, Any]:
+    reply = server.ask("POST", "/leases", {"ttl_seconds": 600, **requirements})
     assert reply.status == status, reply.body
     body: dict[str, Any] = reply.json
     return body

@@ -1,4 +1,4 @@
-"""An administrator at the live page: what a key allows, what it takes to use it, and where it is never found."""
+"""Administration on the live page: what a key allows, confirmations, and where the key must not appear."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_key_releases_a_lease_after_a_confirmation(look: Look, server: ServerP
     button = look.wait_for(".gpu[data-gpu='1'] .holder button")
     button.click()
     assert "alice" in look.page.locator("#confirm-title").inner_text()
-    # Whoever thinks better of it keeps it as it is.
+    # Cancelling the dialog changes nothing.
     look.page.click("#confirm-no")
     assert len(server.get("/leases").json["leases"]) == 1
     button.click()
@@ -74,13 +74,13 @@ def test_a_key_removes_one_who_waits(look: Look, server: ServerProcess) -> None:
     look.page.click("#confirm-yes")
     look.wait_for(".waiter", state="detached")
     assert server.get("/queue").json["queue"] == []
-    look.wait_for("#events li", "bob (later): its request was taken back")
+    look.wait_for("#events li", "bob (later): its request was cancelled")
 
 
 @pytest.mark.parametrize(
     ("key", "problem"),
     [
-        ("not-a-key-of-this-server", "not one of this server's"),
+        ("not-a-key-of-this-server", "does not know this key"),
         (OTHER_KEY, "not an administrator's"),
         ("with a blank", "without blanks"),
     ],

@@ -1,4 +1,4 @@
-"""The live page's files: what is served, with which headers, how much of it, and what none of them may do."""
+"""The files of the live page: which are served, their headers and size, and what they must not contain."""
 
 from __future__ import annotations
 

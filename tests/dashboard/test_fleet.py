@@ -41,7 +41,7 @@ def test_hosts_with_their_health_and_one_that_is_down(browser: Browser, tmp_path
             queue_up(other, worker_id="next")
             waiter = look.wait_for(".waiter", "next on gpu-2")
             look.wait_for(".waiter .reasons li", "GPU 1 held by far-away")
-            look.wait_for("#events li", "Silent")
+            look.wait_for("#events li", "Unreachable")
             look.keep("fleet")
             # Only what is on this host can be changed here.
             look.use_key()
@@ -95,8 +95,8 @@ def test_no_gpu_of_a_peer_is_called_free_while_its_ledger_cannot_be_read(browser
     with HostileServer(behave) as peer:
         settings = {"GPU_BACKEND": "simulated:1", "GPU_POOL_PEERS": f"other={peer.url}"}
         with ServerProcess(tmp_path, **settings) as own, looking(browser, own) as look:
-            look.wait_for(".host[data-host='other'] .gpu[data-word='Unknown']", "whether somebody holds it")
-            look.wait_for(".host[data-host='other'] .host-problem", "Who holds what cannot be told: the disk is full")
+            look.wait_for(".host[data-host='other'] .gpu[data-word='Unknown']", "its leases are unknown")
+            look.wait_for(".host[data-host='other'] .host-problem", "The leases are unknown: the disk is full")
             peer.behaviour = answer_json(calm_peer())
             look.wait_for(".host[data-host='other'] .gpu[data-word='Free']")
 
@@ -130,7 +130,7 @@ def test_a_host_that_cannot_be_drawn_keeps_nothing_else_from_being_drawn(browser
         settings = {"GPU_BACKEND": "simulated:1", "GPU_POOL_PEERS": peers}
         with ServerProcess(tmp_path, **settings) as own, looking(browser, own) as look:
             look.page.route("**/dashboard/peers", spoil)
-            look.wait_for(".host[data-host='odd'] .host-problem", "What this host says cannot be shown")
+            look.wait_for(".host[data-host='odd'] .host-problem", "This host sent data that cannot be shown")
             look.wait_for(".host[data-host='sound'] .gpu[data-word='Free']")
             look.wait_for(".waiter", "patient")
             look.page.unroute_all(behavior="wait")

@@ -1,4 +1,4 @@
-"""docs/grafana/, against what a real server's /metrics really tells: names, labels and values of labels."""
+"""docs/grafana/, against the /metrics of a real server: names, labels and values of labels."""
 
 from __future__ import annotations
 

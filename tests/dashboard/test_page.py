@@ -76,9 +76,9 @@ def test_a_lease_appears_within_a_second_and_vanishes(look: Look, server: Server
 
 
 def test_those_who_share_a_gpu_are_all_named(look: Look, server: ServerProcess) -> None:
-    wish = {"memory_mb": 8192, "share": True, "only": [5]}
+    requirements = {"memory_mb": 8192, "share": True, "only": [5]}
     for name in ("ben", "eva"):
-        take(server, worker_id=name, **wish)
+        take(server, worker_id=name, **requirements)
     look.wait_for_word(5, "Shared")
     look.wait_for(".gpu[data-gpu='5'] .holder", "eva")
     text = words(look.gpu(5).inner_text())
@@ -113,7 +113,7 @@ def test_the_queue_explains_itself_gpu_by_gpu(look: Look, server: ServerProcess)
     assert "Granted GPUs 0, 1, 2, 3, 4, 5, 6 and 7 to first" in look.events()
     look.keep("queue")
     give_up(server, waiting)
-    look.wait_for("#queue-empty", "Nobody waits.")
+    look.wait_for("#queue-empty", "No requests are waiting.")
     assert look.page.locator(".waiter").count() == 0
     give_back(server, all_of_them)
 
@@ -169,7 +169,7 @@ def test_a_lost_gpu_and_a_driver_that_hangs(browser: Browser, tmp_path: Path) ->
         look.wait_for_word(1, "Fault")
         look.wait_for_word(2, "Missing")
         assert "lost" in words(look.gpu(1).inner_text())
-        assert "not among the last readings" in words(look.gpu(2).inner_text())
+        assert "missing from the readings" in words(look.gpu(2).inner_text())
         assert "Fault GPU 1" in look.events()
         look.wait_for_word(0, "Free")
         smi.hang(60)
@@ -184,7 +184,7 @@ def test_a_lost_gpu_and_a_driver_that_hangs(browser: Browser, tmp_path: Path) ->
             look.page.route("**/health", lambda route: route.fulfill(json={"status": "healthy", "error": None}))
         smi.recover()
         smi.kill_all()
-        look.wait_for("#events li", "Healthy the readings can be relied on again", seconds=30)
+        look.wait_for("#events li", "Healthy the readings are reliable again", seconds=30)
 
 
 def test_a_quarantine_says_why(browser: Browser, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_an_idle_holder_is_called_so(browser: Browser, tmp_path: Path) -> None:
         look.wait_until_live(1)
         take(server, worker_id="asleep")
         look.wait_for(".holder .tag", "idle for", seconds=8)
-        look.wait_for("#events li", "Idle asleep has let GPU 0 idle for", seconds=3)
+        look.wait_for("#events li", "Idle asleep has left GPU 0 idle for", seconds=3)
 
 
 def test_no_gpu_is_called_free_while_the_ledger_cannot_be_read(browser: Browser, tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_no_gpu_is_called_free_while_the_ledger_cannot_be_read(browser: Browser,
     ledger.write_bytes(b"this is no database at all" * 200)
     with ServerProcess(tmp_path, GPU_BACKEND="simulated:1") as server, looking(browser, server) as look:
         look.wait_for_word(0, "Unknown")
-        look.wait_for("#notice", "Who holds what cannot be told")
+        look.wait_for("#notice", "The leases are unknown")
         # And why not, in the server's words.
         eventually(lambda: ledger.name in look.page.locator("#notice").inner_text())
 
@@ -259,7 +259,7 @@ def test_disconnected_and_connected_again(browser: Browser, tmp_path: Path) -> N
         look.wait_until_live(4)
         look.wait_for_word(0, "Free")
         assert "Connected to the server again" in words(look.events())
-        assert "Rested" not in look.events(), "it did all it could"
+        assert "Paused" not in look.events(), "it did all it could"
 
 
 def test_under_a_prefix(browser: Browser, tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_a_page_that_rests_has_no_number_in_its_title(look: Look) -> None:
     look.page.clock.fast_forward(61_000)
     eventually(lambda: "free" not in look.page.title())
     look.page.evaluate(SEE_AGAIN)
-    look.wait_for("#events li", "Rested while nobody looked at this page")
+    look.wait_for("#events li", "Paused while this page was hidden")
 
 
 def test_a_gap_in_a_chart_is_filled_by_the_history(look: Look) -> None:
@@ -327,7 +327,7 @@ def test_a_browser_with_too_many_pages_open_is_told_so(look: Look, server: Serve
     look.page.route("**/queue", lambda _: None)
     take(server, count=8)
     queue_up(server, worker_id="patient")
-    look.wait_for("#queue-empty", "1 waits; who, is not known yet.")
+    look.wait_for("#queue-empty", "1 request waits; loading the list…")
     look.wait_for("#notice", "too many pages of this server are open in this browser", seconds=30)
     look.page.unroute_all()
     look.wait_for(".waiter", "patient", seconds=20)

@@ -284,7 +284,7 @@ def test_the_list_is_read_as_a_clients_is() -> None:
     [
         ("ftp://gpu-1", "cannot be used"),
         ("file:///etc/passwd", "cannot be used"),
-        ("local://", "no server"),
+        ("local://", "not a server"),
         ("http://gpu-1:99999", "no port"),
         ("good=http://another", "already taken"),
         ("http://gpu-1?key=secret", "***"),

@@ -1,4 +1,4 @@
-"""The live page for everybody: on a phone, by keyboard, with a screen reader, in light and in dark."""
+"""The live page for all users: on a phone, by keyboard, with a screen reader, in light and in dark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lease API of a real server: the life of a lease, the queue, what others are shown, and what goes wrong."""
+"""The lease API of a real server: the life of a lease, the queue, public views, and errors."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_nobody_gets_what_another_has_and_fences_grow(server: ServerProcess) -> 
     assert reply.json["position"] == 1
 
 
-def test_several_gpus_shared_ones_and_wishes(server: ServerProcess) -> None:
+def test_several_gpus_shared_gpus_and_requirements(server: ServerProcess) -> None:
     both = granted(server, count=2, exclude=[0])
     assert len({gpu["uuid"] for gpu in both["gpus"]} - {None}) == 2
     assert 0 not in [gpu["gpu_id"] for gpu in both["gpus"]]
@@ -263,10 +263,10 @@ def test_taking_a_request_back(server: ServerProcess) -> None:
 
 
 def test_what_can_never_be_granted_fails_at_once(server: ServerProcess) -> None:
-    for wish in ({"count": 5}, {"memory_mb": 1e6}, {"gpu_model": "H100"}, {"only": ["GPU-nobody-has"]}):
+    for requirements in ({"count": 5}, {"memory_mb": 1e6}, {"gpu_model": "H100"}, {"only": ["GPU-nobody-has"]}):
         begun = time.monotonic()
-        reply = acquire(server, wait_seconds=20, **wish)
-        assert refused(reply) == (409, "impossible"), wish
+        reply = acquire(server, wait_seconds=20, **requirements)
+        assert refused(reply) == (409, "impossible"), requirements
         assert reply.json["reasons"]
         assert time.monotonic() - begun < 5
 
@@ -467,7 +467,7 @@ def offered_to(server: ServerProcess, request_id: str) -> Any:
     return next((row for row in rows if (row["request_id"], row["state"]) == (request_id, "offered")), None)
 
 
-def test_whoever_hangs_up_while_waiting_keeps_its_place_and_is_only_offered_a_gpu(server: ServerProcess) -> None:
+def test_a_caller_that_disconnects_keeps_its_position_and_is_only_offered_a_gpu(server: ServerProcess) -> None:
     holder = granted(server, count=4)
     gone = new("gone")
     body = json.dumps({"request_id": gone, "wait_seconds": 25}).encode()
@@ -493,7 +493,7 @@ def test_a_grant_that_nobody_is_there_to_hear_of_is_only_offered(server: ServerP
 
 
 def test_a_holder_that_asks_again_and_hangs_up_holds_on(server: ServerProcess) -> None:
-    """Its lease was told to it before: that the answer to a later asking reaches nobody takes nothing away."""
+    """It knows its lease already: that the answer to a later poll is not delivered changes nothing."""
     lease = granted(server, request_id=new("holder"))
     body = json.dumps({"request_id": lease["request_id"], "wait_seconds": 5}).encode()
     for _ in range(5):
@@ -846,7 +846,7 @@ def test_four_workers_are_one_server(tmp_path: Path) -> None:
             eventually(lambda: server.get("/queue").json["queue"])
             assert release(server, leases[0]).status == 200
             assert waiting.result(10).status == 201
-        # Each of them knows, whoever did it.
+        # Each worker knows all leases, whichever granted them.
         eventually(lambda: all(len(server.get("/leases").json["leases"]) == 4 for _ in range(12)))
         assert "Traceback" not in server.log
 
@@ -908,7 +908,7 @@ def test_nothing_is_said_to_be_free_while_the_ledger_is_locked_from_the_beginnin
             eventually(lambda: server.get("/gpu/stats").json["gpus"][0]["leases"])
 
 
-def test_wishes_are_explained_before_anybody_asks_for_them(server: ServerProcess) -> None:
+def test_requirements_are_explained_before_they_are_requested(server: ServerProcess) -> None:
     free = server.ask("POST", "/explain", {"count": 2})
     assert (free.status, free.json["summary"], free.json["request_id"]) == (200, "2 GPUs: could be granted now", "")
     granted(server, count=4)
@@ -930,7 +930,7 @@ def test_wishes_are_explained_before_anybody_asks_for_them(server: ServerProcess
         ({"share": True}, "share=True needs memory_mb"),
     ],
 )
-def test_wishes_that_make_no_sense_are_not_explained(server: ServerProcess, body: dict[str, Any], reason: str) -> None:
+def test_invalid_requirements_are_not_explained(server: ServerProcess, body: dict[str, Any], reason: str) -> None:
     reply = server.ask("POST", "/explain", body)
     assert refused(reply) == (422, "invalid")
     assert reason in reply.json["reasons"][0]

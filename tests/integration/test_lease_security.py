@@ -1,4 +1,4 @@
-"""Who can change something on a real server: attacks as a browser, a proxy or a stranger would make them."""
+"""Who can change leases on a real server: attacks by web pages, through proxies and from other hosts."""
 
 from __future__ import annotations
 
@@ -146,6 +146,12 @@ def test_leases_are_among_the_features_for_those_who_can_have_them(
 
     assert "leases" in features(open_server)
     assert "leases" not in features(open_server, **THROUGH_A_PROXY)
+    for headers in ({"Host": "gpu1:8000"}, {"Origin": "http://evil.example"}):
+        assert send(open_server, "POST", "/leases", b"{}", JSON | headers).status in (403, 421)
+        offered = json.loads(send(open_server, "GET", "/", headers=headers).body)["features"]
+        assert "leases" not in offered, "it would be refused"
+    assert "leases" in features(server, Host="gpu1:8000"), "it may have a key"
+    assert "leases" not in features(server, **bearer("x" * 20))
     assert "leases" in features(server, **THROUGH_A_PROXY)
     assert open_server.get("/config").json["leases"]["open_to"] == ["loopback"]
     assert server.get("/config").json["leases"]["open_to"] == ["loopback", "keys"]

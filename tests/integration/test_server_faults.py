@@ -1,4 +1,4 @@
-"""Faults: whatever the driver or a client does, the server goes on answering, tells what it knows and how old it is."""
+"""Faults: whatever the driver or a client does, the server answers, with the age of what it knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases and explanations as they are told: whose, by which GPUs, and always in JSON."""
+"""Leases and explanations as JSON rows."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _obstacles(gpu: GPUReading, promises: Promises) -> list[str] | None:
     if promises is None:
         return None
     found = [_obstacles_of(reading, promises.get(reading.gpu_id, ())) for reading in readings_of((gpu,))]
-    return min(found, key=len, default=["split, and has no MIG device"])
+    return min(found, key=len, default=["MIG is enabled, but there is no MIG device"])
 
 
 def _obstacles_of(reading: Reading, leases: Sequence[dict[str, Any]]) -> list[str]:

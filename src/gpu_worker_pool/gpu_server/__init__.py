@@ -1,4 +1,4 @@
-"""The GPU statistics server, one a host: `python -m gpu_worker_pool.gpu_server`, or any ASGI server with `app`."""
+"""The GPU server of a host: run `python -m gpu_worker_pool.gpu_server`, or give `app` to any ASGI server."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["ServerSettings", "app", "create_app", "get_bool_env", "get_float_env
 
 
 def create_app(settings: ServerSettings | None = None) -> FastAPI:
-    """An application of its own; without `settings` it goes by the environment."""
+    """Builds an application; without `settings` it reads the environment."""
     from gpu_worker_pool.gpu_server.application import create_app as create  # see `__getattr__`
 
     return create(settings)
 
 
 def __getattr__(name: str) -> FastAPI:
-    """`app` is made when it is first asked for: whoever needs only a helper from here waits for no FastAPI."""
+    """Builds `app` on first use, so that importing a helper from here does not import FastAPI."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()["app"] = made = create_app()

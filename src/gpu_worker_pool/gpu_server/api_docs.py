@@ -1,4 +1,4 @@
-"""`/docs` and `/redoc` from files we ship: they work without internet, and load nothing from elsewhere."""
+"""Serves `/docs` and `/redoc` from files in this package, so that they work without internet access."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 VENDORED = Path(__file__).parent / "vendored"
 
-#: Whatever a bundled script would like to fetch, the browser asks nobody but us.
+#: The browser loads nothing from other servers, whatever a bundled script requests.
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; worker-src blob:"
@@ -65,7 +65,7 @@ def add_docs(app: FastAPI, docs_url: str, redoc_url: str) -> None:
 
     def add(path: str, template: str) -> None:
         async def page() -> Response:
-            # Seen from the page itself, so that it also works behind a proxy that adds a prefix.
+            # Relative to the page, so that it also works behind a proxy that adds a prefix.
             up = "../" * (path.count("/") - 1)
             filled = template.format(
                 title=escape(app.title),

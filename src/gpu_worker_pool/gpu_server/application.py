@@ -1,4 +1,4 @@
-"""The application: settings in, a FastAPI out. It begins to sample when it is started, not when it is made."""
+"""Builds the FastAPI application from the settings. It begins to sample when it is started, not when it is built."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from gpu_worker_pool.gpu_server.api_docs import add_docs
 from gpu_worker_pool.gpu_server.dashboard.page import host_id
 from gpu_worker_pool.gpu_server.dashboard.peers import Fleet
 from gpu_worker_pool.gpu_server.events import EventStream
-from gpu_worker_pool.gpu_server.hot import HotFastAPI
-from gpu_worker_pool.gpu_server.leases.api import LeaseAPI
-from gpu_worker_pool.gpu_server.leases.events import LeaseNews
+from gpu_worker_pool.gpu_server.fast_path import FastPathAPI, ServerParts
+from gpu_worker_pool.gpu_server.host_view import Health, HostView
+from gpu_worker_pool.gpu_server.leases.events import LeaseEvents
 from gpu_worker_pool.gpu_server.logs import log_like_a_server
 from gpu_worker_pool.gpu_server.routes import add_routes, health_event, snapshot_event
 from gpu_worker_pool.gpu_server.security import Authenticator
 from gpu_worker_pool.gpu_server.settings import ServerSettings
-from gpu_worker_pool.gpu_server.view import Health, HostView
 from gpu_worker_pool.hardware.host import host_sampler
 from gpu_worker_pool.ledger.host import open_host_ledger
 from gpu_worker_pool.state_directory import state_directory
@@ -49,24 +48,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A start with a driver that answers begins with a sample; with one that hangs, it does not wait for it.
+#: How long the start waits for the first sample; a driver that hangs does not hold it up.
 FIRST_SAMPLE_SECONDS = 2.0
-#: How often health is looked at for those who listen to `/events`.
+#: How often health is checked for the listeners of `/events`.
 HEALTH_SECONDS = 1.0
-SAME_LINE_SECONDS = 60.0
+#: The same health message is logged at most this often.
+REPEATED_LOG_SECONDS = 60.0
 
 
 def create_app(settings: ServerSettings | None = None, reader: Reader | None = None) -> FastAPI:
-    """`settings`: by default the environment's; `reader`: by default the one they name."""
+    """`settings` default to the environment's, `reader` to the one that the settings name."""
     settings = settings or ServerSettings.from_environment()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        assert isinstance(app, HotFastAPI)
+        assert isinstance(app, FastPathAPI)
         log_like_a_server(settings)
         loop = asyncio.get_running_loop()
         stream = EventStream()
-        state_dir = _chosen_folder(settings)
+        # Looked up once, so that a problem with it is logged once.
+        state_dir = _find_state_directory(settings.gpu_pool_state_dir) or settings.gpu_pool_state_dir
 
         def take(sample: HostSample) -> None:
             view.take(sample)
@@ -79,7 +80,7 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
             settings.gpu_backend,
             interval_seconds=settings.refresh_interval,
             keep=settings.max_history,
-            # The only crossing from the sampler's thread to the loop's.
+            # The only step from the sampler's thread to the event loop.
             on_sample=lambda sample: loop.call_soon_threadsafe(take, sample),
             state_dir=state_dir,
             reader=reader,
@@ -87,7 +88,7 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
         )
 
         def open_ledger(tell: Tell) -> Ledger:
-            leases.has_place = _can_have_folder(state_dir)
+            parts.has_state_directory = _find_state_directory(state_dir) is not None
             return open_host_ledger(settings.gpu_backend, _pool_settings(settings), tell, state_dir=state_dir)
 
         broker = LeaseBroker(
@@ -96,29 +97,29 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
             on_leases=None if load is None else load.take,
             idle_after_seconds=settings.gpu_pool_idle_after,
         )
-        news = LeaseNews(broker, stream)
+        lease_events = LeaseEvents(broker, stream)
         view = HostView(
             lambda: sampler.seen,
             visible_devices=settings.cuda_visible_devices,
             interval_seconds=settings.refresh_interval,
             max_history=settings.max_history,
-            see_promises=news.promises,
+            see_promises=lease_events.promises,
         )
-        leases = LeaseAPI(broker, Authenticator(settings), view, settings.api_prefix)
-        news.follow(view.promises_changed)
+        fleet = Fleet(settings.gpu_pool_peers, host_id(settings, state_dir))
+        parts = ServerParts(view, broker, Authenticator(settings), stream, lease_events, fleet)
+        lease_events.follow(view.promises_changed)
         await broker.start()
         sampler.start()
         await asyncio.to_thread(sampler.wait_until_up_to_date, FIRST_SAMPLE_SECONDS)
         _log_start(settings, view)
-        fleet = Fleet(settings.gpu_pool_peers, host_id(settings, state_dir))
-        app.serve_from(view, stream, leases, news, fleet)
+        app.parts = parts
 
         def stop_waiting() -> None:
             stream.stop()
             broker.stop_listening()
 
-        with _told_of_signals(lambda: loop.call_soon_threadsafe(stop_waiting)):
-            watch = asyncio.create_task(_watch(view, stream, news))
+        with _on_stop_signal(lambda: loop.call_soon_threadsafe(stop_waiting)):
+            watch = asyncio.create_task(_watch(view, stream, lease_events))
             try:
                 yield
             finally:
@@ -128,7 +129,7 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
                 await broker.stop()
                 await asyncio.to_thread(sampler.stop)
 
-    app = HotFastAPI(
+    app = FastPathAPI(
         title=settings.title,
         description=settings.description,
         version=settings.version,
@@ -136,11 +137,11 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
         redoc_url=None,
         openapi_url=f"{settings.api_prefix}/openapi.json",
         lifespan=lifespan,
+        # Web pages may read statistics; they may change nothing, and send no credentials.
+        get_headers=((b"access-control-allow-origin", b"*"),) if settings.enable_cors else (),
     )
     if settings.enable_cors:
-        # Statistics are open to be read; nothing else is, and nobody's credentials are of use here.
         app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["GET"])
-        app.hot_headers.append((b"access-control-allow-origin", b"*"))
     add_routes(app, settings)
     add_docs(app, settings.docs_url, settings.redoc_url)
     app.add_exception_handler(404, _not_found)
@@ -158,30 +159,22 @@ async def _not_found(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _not_allowed(request: Request, _error: Exception) -> JSONResponse:
-    """The router knows of the first route with this path only; each method has its own."""
+    """Lists all methods of the path: each is a route, and Starlette only names those of the first."""
     found = [route for route in request.app.routes if isinstance(route, Route)]
     methods = {
         name for route in found if route.matches(request.scope)[0] is not Match.NONE for name in route.methods or ()
     }
     allowed = ", ".join(sorted(methods))
-    detail = f"{request.method} is not for {request.url.path}: {allowed} are"
+    detail = f"{request.url.path} does not support {request.method}, only {allowed}"
     return JSONResponse({"detail": detail}, status_code=405, headers={"allow": allowed})
 
 
-def _chosen_folder(settings: ServerSettings) -> str | None:
-    """Where readings and leases are kept, found once, so that it is said once; None where there is none now."""
+def _find_state_directory(configured: str | None) -> str | None:
+    """Where readings and leases are stored; None where no directory can be used now."""
     try:
-        return str(state_directory(settings.gpu_pool_state_dir))
+        return str(state_directory(configured))
     except OSError:
-        return settings.gpu_pool_state_dir
-
-
-def _can_have_folder(chosen: str | None) -> bool:
-    try:
-        state_directory(chosen)
-    except OSError:
-        return False
-    return True
+        return None
 
 
 def _pool_settings(settings: ServerSettings) -> PoolSettings:
@@ -193,22 +186,22 @@ def _pool_settings(settings: ServerSettings) -> PoolSettings:
 # --- while it runs ---
 
 
-async def _watch(view: HostView, stream: EventStream, news: LeaseNews) -> None:
-    told = view.health()
+async def _watch(view: HostView, stream: EventStream, lease_events: LeaseEvents) -> None:
+    last = view.health()
     logged_at: dict[tuple[str, str | None], float] = {}
     while True:
         await asyncio.sleep(HEALTH_SECONDS)
         stream.keep_alive()
-        news.look_for_idle()
+        lease_events.publish_idle()
         health = view.health()
-        if (health.status, health.code) != (told.status, told.code):
+        if (health.status, health.code) != (last.status, last.code):
             stream.publish(health_event(health))
-            # A driver that comes and goes all the time is worth a line a minute.
+            # A driver that fails again and again is logged once per minute.
             now = time.monotonic()
-            if now - logged_at.get((health.status, health.code), -math.inf) > SAME_LINE_SECONDS:
+            if now - logged_at.get((health.status, health.code), -math.inf) > REPEATED_LOG_SECONDS:
                 logged_at[health.status, health.code] = now
                 _log_health(health)
-        told = health
+        last = health
 
 
 def _log_health(health: Health) -> None:
@@ -221,7 +214,7 @@ def _log_health(health: Health) -> None:
 def _log_start(settings: ServerSettings, view: HostView) -> None:
     health, shown = view.health(), view.shown
     if shown is None:
-        logger.error("no GPU readings yet (backend %s): %s; trying on", settings.gpu_backend, health.cause)
+        logger.error("no GPU readings yet (backend %s): %s; retrying", settings.gpu_backend, health.cause)
         return
     visibility, facts = shown.visibility, driver_facts(shown.sample)
     names = ", ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in visibility.gpus).items())
@@ -237,7 +230,7 @@ def _log_start(settings: ServerSettings, view: HostView) -> None:
         logger.info(
             "CUDA_VISIBLE_DEVICES=%r is %s: showing GPUs %s of %d",
             view.filter.value,
-            "in force" if visibility.is_filtering else "ignored, as nothing in it was found",
+            "in force" if visibility.is_filtering else "ignored, as none of its GPUs exist",
             [gpu.index for gpu in visibility.gpus],
             visibility.total_gpus,
         )
@@ -249,20 +242,20 @@ def _log_start(settings: ServerSettings, view: HostView) -> None:
 
 
 @contextlib.contextmanager
-def _told_of_signals(tell: Callable[[], object]) -> Iterator[None]:
-    """uvicorn waits for open streams before it tells the application that it stops: so listen to what it listens to."""
+def _on_stop_signal(stop: Callable[[], object]) -> Iterator[None]:
+    """Calls `stop` on SIGTERM and SIGINT: uvicorn waits for open streams before it shuts the application down."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before: dict[signal.Signals, Callable[[int, FrameType | None], Any]] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:
-        tell()
+        stop()
         before[signal.Signals(number)](number, frame)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         handler = signal.getsignal(number)
-        # Nobody's handler: the signal ends the process, streams and all.
+        # Without a handler, the signal ends the process.
         if callable(handler):
             before[number] = handler
             signal.signal(number, handle)

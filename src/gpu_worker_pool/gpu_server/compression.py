@@ -1,4 +1,4 @@
-"""Answers that are large and alike all over are sent compressed to those who can read that."""
+"""Compresses large answers with gzip for clients that accept it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-#: Less than this is sent in few packets as it is.
+#: Smaller answers fit into few packets anyway.
 SMALLEST_BYTES: Final = 4096
-#: Nearly as small as it gets, in half the time.
+#: Nearly as small as level 9, in half the time.
 _LEVEL: Final = 4
 _GZIP_FORMAT: Final = 31
-#: An empty one.
+#: An empty final deflate block.
 _LAST_PART: Final = b"\x03\x00"
 _QUALITY: Final = re.compile(r";\s*q\s*=\s*([0-9.]+)")
 
 
 def accepts_gzip(accept_encoding: str) -> bool:
-    """Whether it is named, and not named as unwanted."""
+    """Whether gzip is listed, and not with quality 0."""
     for word in accept_encoding.lower().split(","):
         if word.partition(";")[0].strip() in ("gzip", "x-gzip"):
             quality = _QUALITY.search(word)
@@ -32,15 +32,15 @@ def accepts_gzip(accept_encoding: str) -> bool:
 
 
 def gzip_part(plain: bytes) -> bytes:
-    """A part of a `GzipStream`; it refers to nothing before it, so that many can share it, and can be read at once."""
+    """A part of a `GzipStream`. It refers to no earlier part, so that all streams can share it."""
     packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
     return packer.compress(plain) + packer.flush(zlib.Z_SYNC_FLUSH)
 
 
 class GzipStream:
-    """What makes one gzip file of parts: its beginning and its end."""
+    """Joins parts to one gzip file: adds the header, and the checksum at the end."""
 
-    #: Neither a name nor a time, made on a system that is not told.
+    #: A header without file name, time and system.
     beginning: Final = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class GzipStream:
         self._size = 0
 
     def count(self, plain: bytes) -> None:
-        """It has this part."""
+        """Adds a part to the checksum."""
         self._checksum = zlib.crc32(plain, self._checksum)
         self._size += len(plain)
 
@@ -57,7 +57,7 @@ class GzipStream:
 
 
 async def compressed(request: Request, response: Response) -> Response:
-    """The same answer, in another thread meanwhile made smaller where that is worth it."""
+    """The answer, compressed in another thread if that is worth it."""
     response.headers["vary"] = "accept-encoding"
     body = bytes(response.body)
     if len(body) < SMALLEST_BYTES or not accepts_gzip(request.headers.get("accept-encoding", "")):

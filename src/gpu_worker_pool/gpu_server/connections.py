@@ -1,6 +1,6 @@
-"""Connections that dawdle are closed: uvicorn alone waits for ever for the headers of a request, or for a reader.
+"""Closes slow connections: uvicorn waits forever for the headers of a request, or for a client that stops reading.
 
-`--http gpu_worker_pool.gpu_server.connections:GuardedProtocol` gives the same to a server started by `uvicorn`.
+For a server that is started with `uvicorn`: `--http gpu_worker_pool.gpu_server.connections:GuardedProtocol`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    #: For a whole request to arrive, from the moment the connection is open or the last answer was sent.
+    #: Time for a whole request to arrive, from the opening of the connection or the end of the last answer.
     request_seconds = 10.0
-    #: For a reader to take what was sent before more is sent.
+    #: Time for a client to read what was sent.
     reader_seconds = 30.0
-    #: For a request line and its headers together.
+    #: Size of a request line and its headers together.
     most_header_bytes = 64 * 1024
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: Since when bytes of a request are owed to us; None while we owe an answer.
+        #: Since when the server waits for a request; None while it prepares an answer.
         self._waiting_since: float | None = None
         self._header_bytes = 0
         self._is_in_headers = True
@@ -58,24 +58,24 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._header_bytes = 0
-        # An answer may have been sent before the last of the request came in.
+        # The answer may have been sent before the whole request arrived.
         if not self.cycle.response_complete:
             self._waiting_since = None
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # A request that came along with the one before is owed an answer, too.
+        # A pipelined request still waits for its answer.
         if self.cycle.response_complete:
             self._wait_for_request()
 
     def _wait_for_request(self) -> None:
         self._waiting_since = self.loop.time()
-        # Left running from one request to the next: a timer for each would cost more than the request.
+        # One timer serves many requests: a timer per request would cost more than the request.
         if self._deadline is None:
-            self._deadline = self.loop.call_later(self.request_seconds, self._look_at_deadline)
+            self._deadline = self.loop.call_later(self.request_seconds, self._check_deadline)
 
-    def _look_at_deadline(self) -> None:
+    def _check_deadline(self) -> None:
         self._deadline = None
         if self.transport.is_closing() or self._waiting_since is None:
             return
@@ -83,7 +83,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if left <= 0:
             self.transport.close()
         else:
-            self._deadline = self.loop.call_later(left, self._look_at_deadline)
+            self._deadline = self.loop.call_later(left, self._check_deadline)
 
     # --- and the answer must be read ---
 

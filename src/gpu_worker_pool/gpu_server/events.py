@@ -1,6 +1,6 @@
-"""`/events`: a stream of what happens, the same bytes to everybody who listens, compressed once for all who want that.
+"""`/events`: a stream that sends the same bytes to all listeners, compressed once for those that accept gzip.
 
-Whoever reads slowly misses snapshots, of which the newest counts, but no other event; and delays nobody.
+A slow listener misses snapshots, of which only the newest counts, but no other event, and does not delay others.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from gpu_worker_pool.gpu_server.compression import GzipStream, accepts_gzip, gzip_part
-from gpu_worker_pool.gpu_server.connected import until_gone
+from gpu_worker_pool.gpu_server.disconnect import until_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from starlette.types import Receive, Scope, Send
 
-#: Proxies and browsers give up on a silent stream.
+#: Proxies and browsers close a silent stream.
 KEEP_ALIVE_SECONDS: Final = 15.0
 _KEEP_ALIVE: Final = b": still here\n\n"
-#: How long a browser waits before it comes back.
+#: How long a browser waits before it reconnects.
 _RETRY: Final = b"retry: 2000\n\n"
-#: A listener so far behind is let go; it comes back, and is told the present state.
-MOST_KEPT: Final = 1000
+#: A listener that is further behind is disconnected; it reconnects and gets the present state.
+MOST_QUEUED: Final = 1000
 
 
 def event(name: str, data: bytes) -> bytes:
@@ -38,7 +38,7 @@ def json_event(name: str, data: dict[str, Any]) -> bytes:
 
 
 class _Chunk:
-    """What is sent to all who listen."""
+    """Bytes for all listeners, compressed when the first one needs that."""
 
     __slots__ = ("_packed", "plain")
 
@@ -54,7 +54,7 @@ class _Chunk:
 
 
 class EventStream:
-    """Belongs to one event loop; everything here is called in its thread."""
+    """Belongs to one event loop; all methods are called in its thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -67,7 +67,7 @@ class EventStream:
         return bool(self._listeners)
 
     def publish_snapshot(self, make: Callable[[], bytes]) -> None:
-        """In the place of one that was not sent yet; `make` is called only if somebody listens."""
+        """Replaces a snapshot that was not sent yet; `make` is only called if there are listeners."""
         if not self._listeners:
             return
         self._published_at = self._loop.time()
@@ -80,7 +80,7 @@ class EventStream:
         self._published_at = self._loop.time()
         chunk = _Chunk(plain)
         for listener in self._listeners:
-            listener.keep(chunk)
+            listener.add(chunk)
             listener.wake()
 
     def keep_alive(self) -> None:
@@ -88,15 +88,15 @@ class EventStream:
             self.publish_snapshot(lambda: _KEEP_ALIVE)
 
     def stop(self) -> None:
-        """End every stream: an open one would keep the server from stopping."""
+        """Ends every stream: an open one would keep the server from stopping."""
         self._is_stopped = True
         for listener in self._listeners:
             listener.wake()
 
     async def serve(self, receive: Receive, send: Send, first: Callable[[], bytes], *, is_packed: bool = False) -> None:
-        """`first` says what is now; it is asked in the moment from which on everything is told."""
+        """`first` makes the present state; it is called when the listener is registered, so that no event is missed."""
         listener = _PackedListener() if is_packed else _Listener()
-        # `send` never says that nobody reads any more.
+        # `send` does not report that the client has disconnected.
         watch = asyncio.create_task(until_gone(receive))
         watch.add_done_callback(lambda _: listener.wake())
         self._listeners.add(listener)
@@ -109,7 +109,7 @@ class EventStream:
                     listener.waiting = self._loop.create_future()
                     await listener.waiting
                 body = listener.take()
-            # With what it was about to be sent, which the end of a packed one counts.
+            # With the pending bytes, which the checksum at the end of a compressed stream includes.
             await send({"type": "http.response.body", "body": body + listener.end(), "more_body": False})
         finally:
             self._listeners.discard(listener)
@@ -117,28 +117,28 @@ class EventStream:
 
 
 class _Listener:
-    """What one stream has still to send, and what wakes it."""
+    """What one stream still has to send."""
 
-    __slots__ = ("_kept", "is_lost", "newest", "waiting")
+    __slots__ = ("_queued", "is_lost", "newest", "waiting")
 
     def __init__(self) -> None:
         self.newest: _Chunk | None = None
-        self._kept: list[_Chunk] = []
-        #: So far behind that something had to be left out.
+        self._queued: list[_Chunk] = []
+        #: Whether it is so far behind that an event had to be dropped.
         self.is_lost = False
         self.waiting: asyncio.Future[None] | None = None
 
-    def keep(self, chunk: _Chunk) -> None:
-        if len(self._kept) < MOST_KEPT:
-            self._kept.append(chunk)
+    def add(self, chunk: _Chunk) -> None:
+        if len(self._queued) < MOST_QUEUED:
+            self._queued.append(chunk)
         else:
             self.is_lost = True
 
     def take(self) -> bytes:
         if self.newest is not None:
-            self._kept.append(self.newest)
-        body = b"".join(map(self._bytes_of, self._kept))
-        self._kept.clear()
+            self._queued.append(self.newest)
+        body = b"".join(map(self._bytes_of, self._queued))
+        self._queued.clear()
         self.newest = None
         return body
 
@@ -157,7 +157,7 @@ class _Listener:
 
 
 class _PackedListener(_Listener):
-    """One that can read gzip: what is said of many GPUs is much the same every time."""
+    """A listener that accepts gzip."""
 
     __slots__ = ("_gzip",)
 
@@ -177,7 +177,7 @@ class _PackedListener(_Listener):
 
 
 class EventStreamResponse(Response):
-    """Written to the connection directly: a thousand listeners must cost next to nothing."""
+    """Writes to the connection directly, so that a thousand listeners are cheap."""
 
     media_type = "text/event-stream"
 

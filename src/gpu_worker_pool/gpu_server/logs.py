@@ -1,4 +1,4 @@
-"""The server's log: a format of the standard library, or one JSON object a line. Only a server configures logging."""
+"""Configures the server's log: a format of the standard library, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _formatter(log_format: str) -> dict[str, Any]:
 
 
 def logging_config(settings: ServerSettings) -> dict[str, Any]:
-    """For `logging.config.dictConfig`: everything, uvicorn's lines too, in one format on standard error."""
+    """For `logging.config.dictConfig`: all messages, also uvicorn's, in one format on standard error."""
     level = settings.log_level.upper()
     return {
         "version": 1,
@@ -46,7 +46,7 @@ def logging_config(settings: ServerSettings) -> dict[str, Any]:
 
 
 def log_like_a_server(settings: ServerSettings) -> None:
-    """For a server that was started by `uvicorn`: it has set up its own loggers and left ours alone."""
+    """For a server that was started with `uvicorn`, which configures only its own loggers."""
     ours = logging.getLogger("gpu_worker_pool")
     if ours.hasHandlers():
         return

@@ -1,6 +1,6 @@
-"""`/metrics` for Prometheus: base units, a `uuid` label, and no line at all for what is not known.
+"""`/metrics` for Prometheus: base units, a `uuid` label, and no line for unknown values.
 
-Everything is taken from the samples that all workers share, so that it does not matter which of them is asked.
+All numbers come from the samples that the workers of a server share, so that it does not matter which one answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from gpu_worker_pool.broker.broker import LeaseBroker
-    from gpu_worker_pool.gpu_server.view import HostView, Shown
+    from gpu_worker_pool.gpu_server.host_view import HostView, Shown
     from gpu_worker_pool.hardware.samples import GPUReading
 
 _BYTES_PER_MB: Final = 1024 * 1024
@@ -35,12 +35,12 @@ def _ratio(percent: float | None) -> float | None:
     return None if percent is None else percent / 100
 
 
-#: Name, help, and how to take it from a GPU.
+#: Name, help text, and the value of a GPU.
 _GAUGES: Final[tuple[tuple[str, str, Callable[[GPUReading], float | None]], ...]] = (
     ("memory_total_bytes", "Memory of the GPU.", lambda gpu: _bytes(gpu.memory_total_mb)),
     ("memory_used_bytes", "Memory in use.", lambda gpu: _bytes(gpu.memory_used_mb)),
-    ("memory_free_bytes", "Memory that can still be had.", lambda gpu: _bytes(gpu.memory_free_mb)),
-    ("utilization_ratio", "Share of the time in which the GPU computed.", lambda gpu: _ratio(gpu.utilization_percent)),
+    ("memory_free_bytes", "Memory that is free.", lambda gpu: _bytes(gpu.memory_free_mb)),
+    ("utilization_ratio", "Share of the time in which the GPU was busy.", lambda gpu: _ratio(gpu.utilization_percent)),
     ("temperature_celsius", "Temperature of the GPU.", lambda gpu: gpu.temperature_c),
     ("power_watts", "Power drawn.", lambda gpu: gpu.power_draw_w),
     ("power_limit_watts", "Power the GPU may draw.", lambda gpu: gpu.power_limit_w),
@@ -55,7 +55,7 @@ _GAUGES: Final[tuple[tuple[str, str, Callable[[GPUReading], float | None]], ...]
 
 
 def render(view: HostView, broker: LeaseBroker, accept: str) -> tuple[bytes, str]:
-    """The page and its content type, in the format that was asked for."""
+    """The page and its content type, in the format that `accept` prefers."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(view, broker))
     encode, content_type = choose_encoder(accept)
@@ -65,7 +65,7 @@ def render(view: HostView, broker: LeaseBroker, accept: str) -> tuple[bytes, str
 class _Collector:
     def __init__(self, view: HostView, broker: LeaseBroker) -> None:
         self._view = view
-        self._desk = broker
+        self._broker = broker
 
     def describe(self) -> list[Metric]:
         return []
@@ -75,11 +75,11 @@ class _Collector:
         build.add_metric([__version__], 1)
         yield build
         yield from self._sampling()
-        # What is too old to be told by the other routes is not told here either.
+        # Like the other routes, without a sample that is too old.
         shown = self._view.usable()
         if shown is not None:
             yield from _gpus(shown)
-        yield from lease_metrics(self._desk, () if shown is None else shown.visibility.gpus)
+        yield from lease_metrics(self._broker, () if shown is None else shown.visibility.gpus)
 
     def _sampling(self) -> Iterator[Metric]:
         health = self._view.health()
@@ -96,7 +96,7 @@ class _Collector:
             yield CounterMetricFamily("gpu_pool_sample_failures", "Samples that failed.", value=last.failed_total)
             yield GaugeMetricFamily(
                 "gpu_pool_sample_duration_seconds",
-                "How long the driver took for the last one.",
+                "How long the last sample took.",
                 value=last.took_seconds,
             )
 

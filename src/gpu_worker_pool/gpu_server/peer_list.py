@@ -1,4 +1,4 @@
-"""`GPU_POOL_PEERS`: the servers of other hosts that the live page may ask, and no others, whoever looks at it."""
+"""Reads `GPU_POOL_PEERS`, the servers of other hosts that the live page shows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from gpu_worker_pool.config import LOCAL_ENDPOINT, EndpointConfig, parse_endpoin
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: More do not fit on a page.
+#: More would not fit on the page.
 MOST_PEERS: Final = 64
 
 
 def read_peers(name: str, text: str, complain: Callable[[str], object]) -> tuple[EndpointConfig, ...]:
-    """Those that can be used: a typo in one of them does not hide the others. They are written as a client's are."""
+    """The usable ones, written like a client's endpoints: a typo in one of them does not hide the others."""
     if "@" in text:
-        # Not even a part of it is shown: which part is the password, nobody knows.
-        complain(f"{name}: a URL in it holds a user name or password, which is not supported: doing without peers")
+        # No part of it is shown, as any part may be the password.
+        complain(f"{name}: a URL in it holds a user name or password, which is not supported: ignoring all peers")
         return ()
     entries: list[str] = []
     peers: tuple[EndpointConfig, ...] = ()
@@ -25,10 +25,10 @@ def read_peers(name: str, text: str, complain: Callable[[str], object]) -> tuple
         try:
             found = parse_endpoints([*entries, entry], name)
         except ValueError as reason:
-            complain(f"{str(reason)[:300]}: doing without it")
+            complain(f"{str(reason)[:300]}: ignoring it")
             continue
         if any(peer.url == LOCAL_ENDPOINT for peer in found):
-            complain(f"{name}: {LOCAL_ENDPOINT} is no server: doing without it")
+            complain(f"{name}: {LOCAL_ENDPOINT} is not a server: ignoring it")
             continue
         entries.append(entry)
         peers = found

@@ -1,4 +1,4 @@
-"""The routes: what is documented, under its documented name, and where it is found in OpenAPI."""
+"""The routes for GPUs and for the server itself; those for leases are in `leases/routes.py`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from gpu_worker_pool.gpu_server import schemas
 from gpu_worker_pool.gpu_server.compression import compressed
 from gpu_worker_pool.gpu_server.dashboard.page import add_dashboard
 from gpu_worker_pool.gpu_server.events import EventStreamResponse, event, json_event
-from gpu_worker_pool.gpu_server.leases.routes import LEASE_ROUTES, add_lease_routes
+from gpu_worker_pool.gpu_server.fast_path import FastRoute
+from gpu_worker_pool.gpu_server.leases.routes import HOME_ENTRIES, LEASE_ROUTES
 from gpu_worker_pool.gpu_server.metrics import render
-from gpu_worker_pool.gpu_server.view import Answer
+from gpu_worker_pool.gpu_server.responses import Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pydantic import BaseModel
 
-    from gpu_worker_pool.gpu_server.hot import HotFastAPI
-    from gpu_worker_pool.gpu_server.leases.api import LeaseAPI
+    from gpu_worker_pool.gpu_server.fast_path import FastPathAPI, RequestContext, ServerParts
+    from gpu_worker_pool.gpu_server.host_view import Health, HostView, Kind, Shown
     from gpu_worker_pool.gpu_server.settings import ServerSettings
-    from gpu_worker_pool.gpu_server.view import Health, HostView, Kind, Shown
     from gpu_worker_pool.hardware.samples import GPUReading
 
 _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
-    503: {"model": schemas.Problem, "description": "No sample is recent enough to be told; the body names the cause."}
+    503: {"model": schemas.ProblemSchema, "description": "No sample is recent enough; the body names the cause."}
 }
 _NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"description": "There is no such GPU."}}
 _HOME = {
@@ -44,76 +44,87 @@ _HOME = {
     "/metrics": "Metrics for Prometheus",
     "/events": "Stream of snapshots (server-sent events)",
     "/dashboard": "Live page, for people",
-    **LEASE_ROUTES,
+    **HOME_ENTRIES,
 }
 FEATURES = ["history", "metrics", "events", "dashboard"]
 
 
-def add_routes(app: HotFastAPI, settings: ServerSettings) -> None:
+def _gpu_route(path: str, kind: Kind, schema: type[BaseModel], summary: str) -> FastRoute:
+    async def handler(context: RequestContext) -> Reply:
+        return context.parts.view.answer(kind)
+
+    handler.__name__ = kind
+    return FastRoute("GET", path, handler, {"summary": summary, "responses": {200: {"model": schema}} | _UNAVAILABLE})
+
+
+FAST_ROUTES = (
+    _gpu_route("/gpu/stats", "stats", schemas.Stats, "Everything known about every GPU"),
+    _gpu_route("/gpu/count", "count", schemas.Count, "How many GPUs there are"),
+    _gpu_route("/gpu/summary", "summary", schemas.Summary, "What an allocator needs to know, in short"),
+    *LEASE_ROUTES,
+)
+
+
+def add_routes(app: FastPathAPI, settings: ServerSettings) -> None:
     def add(path: str, endpoint: Callable[..., Any], model: type[BaseModel] | None = None, **kwargs: Any) -> None:
         path = settings.api_prefix + path
         app.add_api_route(path, endpoint, methods=["GET"], response_model=model, **kwargs)
         app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
-    def add_hot(path: str, kind: Kind, model: type[BaseModel], summary: str) -> None:
-        async def endpoint() -> Response:
-            return _as_json(app.view.answer(kind))
-
-        add(path, endpoint, model, summary=summary, name=kind, responses=_UNAVAILABLE)
-        app.hot[settings.api_prefix + path] = kind
-
     async def home(request: Request) -> dict[str, Any]:
-        """What this server offers, to you: `leases` is among the features for callers that can have them."""
+        """What this server offers you: `leases` is only among the features for callers that can acquire them."""
         endpoints = {settings.api_prefix + path: what for path, what in _HOME.items()}
         endpoints |= {settings.docs_url: "Swagger API documentation", settings.redoc_url: "ReDoc API documentation"}
-        features = [*FEATURES, "leases"] if app.leases.are_offered_to(request.scope) else FEATURES
+        parts = app.parts
+        has_leases = parts.has_state_directory and parts.authenticator.offers_leases(request.scope)
+        features = [*FEATURES, "leases"] if has_leases else FEATURES
         return {"message": settings.title, "version": settings.version, "endpoints": endpoints, "features": features}
 
     async def config() -> dict[str, Any]:
-        """How it is configured: these settings, and nothing else of the environment."""
-        return _config(settings, app.view, app.leases)
+        """The server's settings."""
+        return _config(settings, app.parts)
 
     async def health() -> dict[str, Any]:
-        """Always 200; `status` says whether the readings can be relied on, `error` why not."""
-        return _health(app.view)
+        """Always 200; `status` says whether the readings are reliable, `error` why not."""
+        return _health(app.parts.view)
 
     async def history(
         request: Request,
         gpu_id: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="Only this GPU.")] = None,
-        limit: Annotated[int | None, Query(ge=1, le=10_000, description="Only the newest so many readings.")] = None,
+        limit: Annotated[int | None, Query(ge=1, le=10_000, description="At most the newest N readings.")] = None,
     ) -> Response:
         """The last readings of every GPU that is shown, oldest first."""
-        return await compressed(request, _as_json(_history(app.view, gpu_id, limit)))
+        reply = _history(app.parts.view, gpu_id, limit)
+        return await compressed(request, Response(reply.body, reply.status, media_type="application/json"))
 
     async def metrics(request: Request) -> Response:
-        """In the text format of Prometheus, or as OpenMetrics where that is asked for."""
-        body, content_type = render(app.view, app.leases.broker, request.headers.get("accept", ""))
+        """In the text format of Prometheus, or in OpenMetrics if `Accept` names it."""
+        body, content_type = render(app.parts.view, app.parts.broker, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     async def events() -> Response:
-        """`snapshot`: what `/gpu/stats` answers, with every sample. `health`: when it changes, and at the beginning.
+        """`snapshot`: the answer of `/gpu/stats`, with every sample. `health`: first, and when it changes.
 
-        `leases`: all leases and who waits, at the beginning. `lease` and `queue`: what happens to them.
+        `leases`: first, all leases and waiting requests. `lease` and `queue`: what happens to them.
         """
+        parts = app.parts
 
         def first() -> bytes:
-            shown = app.view.usable()
+            shown = parts.view.usable()
             snapshot = b"" if shown is None else snapshot_event(shown)
-            return health_event(app.view.health()) + app.news.first() + snapshot
+            return health_event(parts.view.health()) + parts.lease_events.first() + snapshot
 
-        return EventStreamResponse(app.events, first)
+        return EventStreamResponse(parts.events, first)
 
     add("/", home, schemas.Home)
     add("/config", config, schemas.Config)
-    add_hot("/gpu/stats", "stats", schemas.Stats, "Everything known of every GPU")
-    add_hot("/gpu/count", "count", schemas.Count, "How many GPUs there are")
-    add_hot("/gpu/summary", "summary", schemas.Summary, "What an allocator needs to know, in short")
-    add("/gpu/history", history, schemas.History, responses=_UNAVAILABLE | _NOT_FOUND)
+    add("/gpu/history", history, schemas.HistorySchema, responses=_UNAVAILABLE | _NOT_FOUND)
     add("/health", health, schemas.HealthBody)
     formats: dict[str, Any] = {"text/plain": {}, "application/openmetrics-text": {}}
     add("/metrics", metrics, responses={200: {"content": formats}}, response_class=Response)
     add("/events", events, responses={200: {"content": {"text/event-stream": {}}}}, response_class=Response)
-    add_lease_routes(app, settings.api_prefix)
+    for route in FAST_ROUTES:
+        app.add_fast_route(route, settings.api_prefix)
     add_dashboard(app, settings)
 
 
@@ -125,34 +136,14 @@ def health_event(health: Health) -> bytes:
     return json_event("health", {"status": health.status, "error": health.cause, "error_code": health.code})
 
 
-def _as_json(answer: Answer) -> Response:
-    return Response(answer.body, answer.status, media_type="application/json")
-
-
-def _config(settings: ServerSettings, view: HostView, leases: LeaseAPI) -> dict[str, Any]:
+def _config(settings: ServerSettings, parts: ServerParts) -> dict[str, Any]:
+    view = parts.view
     visibility = view.shown.visibility if view.shown is not None else None
     return {
-        "server": {
-            "host": settings.host,
-            "port": settings.port,
-            "reload": settings.reload,
-            "log_level": settings.log_level,
-            "access_log": settings.access_log,
-            "workers": settings.workers,
-        },
-        "api": {
-            "title": settings.title,
-            "version": settings.version,
-            "docs_url": settings.docs_url,
-            "redoc_url": settings.redoc_url,
-            "enable_cors": settings.enable_cors,
-            "api_prefix": settings.api_prefix,
-        },
-        "monitoring": {
-            "refresh_interval": settings.refresh_interval,
-            "max_history": settings.max_history,
-            "gpu_backend": settings.gpu_backend,
-        },
+        # The schemas name the settings that are shown.
+        "server": schemas.ServerConfig.model_validate(settings, from_attributes=True),
+        "api": schemas.APIConfig.model_validate(settings, from_attributes=True),
+        "monitoring": schemas.MonitoringConfig.model_validate(settings, from_attributes=True),
         "gpu_filtering": {
             "cuda_visible_devices": view.filter.value,
             "visible_gpu_ids": None if visibility is None else [gpu.index for gpu in visibility.gpus],
@@ -161,7 +152,7 @@ def _config(settings: ServerSettings, view: HostView, leases: LeaseAPI) -> dict[
             "visible_gpu_count": None if visibility is None else len(visibility.gpus),
         },
         "leases": {
-            "open_to": leases.open_to,
+            "open_to": parts.authenticator.open_to,
             "idle_after": settings.gpu_pool_idle_after,
             "most_waiting": settings.gpu_pool_most_waiting,
         },
@@ -182,7 +173,7 @@ def _health(view: HostView) -> dict[str, Any]:
     }
 
 
-def _history(view: HostView, gpu_id: int | None, limit: int | None) -> Answer:
+def _history(view: HostView, gpu_id: int | None, limit: int | None) -> Reply:
     if view.shown is None:
         return view.problem()
     visible = view.shown.visibility.gpus
@@ -192,7 +183,7 @@ def _history(view: HostView, gpu_id: int | None, limit: int | None) -> Answer:
     age = max(boot_time() - view.shown.sample.begun_at, 0.0)
     opening = b'{"max_history":%d,"sample_age_seconds":%.3f,"gpus":[' % (view.history.maxlen or 0, age)
     samples = list(view.history)[-limit:] if limit else list(view.history)
-    return Answer(200, opening + b",".join(_history_of(gpu, samples) for gpu in gpus) + b"]}")
+    return Reply(200, opening + b",".join(_history_of(gpu, samples) for gpu in gpus) + b"]}")
 
 
 def _history_of(gpu: GPUReading, samples: list[dict[str, bytes]]) -> bytes:

@@ -1,4 +1,4 @@
-"""The shapes of the answers, for OpenAPI. Those of the GPU routes are made once a sample, in `rows`, not from these."""
+"""The schemas of the answers, for OpenAPI; a test compares them with what `api/gpu_rows.py` builds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 Percent = Field(ge=0, le=100)
-AGE = Field(ge=0, description="How old the sample is now. Reckon with this, not with `timestamp`.")
+AGE = Field(ge=0, description="How old the sample is now. Use this for calculations, not `timestamp`.")
 TIMESTAMP = Field(description="When the sample was taken: local time without a zone, for people to read.")
 
 
 class Memory(BaseModel):
     total_mb: float | None
     used_mb: float | None
-    free_mb: float | None = Field(description="As the driver tells: less than total - used, it keeps some for itself.")
+    free_mb: float | None = Field(description="As the driver reports it: less than total - used, as it reserves some.")
     usage_percent: float | None = Percent
 
 
@@ -26,7 +26,7 @@ class Power(BaseModel):
 class Process(BaseModel):
     pid: int
     name: str | None
-    user: str | None = Field(description="Null where the process is not one this host's /proc shows.")
+    user: str | None = Field(description="Null for a process that this host's /proc does not show.")
     memory_used_mb: float | None
 
 
@@ -45,7 +45,7 @@ class Promise(BaseModel):
     worker_id: str
     label: str | None
     state: Literal["offered", "held", "quarantined"]
-    user: str | None = Field(description="Of a program that asks without a server; null for others.")
+    user: str | None = Field(description="The user of a program that works without a server; null for others.")
 
 
 class GPU(BaseModel):
@@ -60,13 +60,13 @@ class GPU(BaseModel):
     fault: str | None = Field(description="Why the GPU must not be used; null for a healthy one.")
     reports_utilization: bool = Field(description="False where the device has no such sensor (MIG).")
     ecc_uncorrected_errors: int | None
-    recovery_action: str | None = Field(description="What the driver asks an administrator to do, such as `Reset`.")
-    processes: list[Process] | None = Field(description="Null where they may not be seen.")
+    recovery_action: str | None = Field(description="What the driver recommends to an administrator, such as `Reset`.")
+    processes: list[Process] | None = Field(description="Null where the server may not see them.")
     mig_enabled: bool
     mig_devices: list[MIGDevice]
-    leases: list[Promise] | None = Field(description="To whom it is promised; null where the ledger cannot be read.")
+    leases: list[Promise] | None = Field(description="Its leases; null where the ledger cannot be read.")
     obstacles: list[str] | None = Field(
-        description="What keeps it from a request without special wishes; empty: it is free. Null as `leases`.",
+        description="Why a request without requirements cannot have it; empty: it is free. Null like `leases`.",
         examples=[["memory 98.0 % used, not below 80 %"]],
     )
 
@@ -97,7 +97,7 @@ class SummaryRow(BaseModel):
     fault: str | None
     reports_utilization: bool
     process_count: int | None
-    leased: bool = Field(description="Whether it is known to be promised to somebody.")
+    leased: bool = Field(description="Whether it is known to be leased.")
 
 
 class Summary(BaseModel):
@@ -121,22 +121,22 @@ class HistoryReading(BaseModel):
     fault: str | None
 
 
-class GPUHistory(BaseModel):
+class GPUHistorySchema(BaseModel):
     gpu_id: int
     name: str
     uuid: str | None
     readings: list[HistoryReading] = Field(description="Oldest first.")
 
 
-class History(BaseModel):
+class HistorySchema(BaseModel):
     max_history: int
-    sample_age_seconds: float = Field(ge=0, description="Of the newest sample; what was is told however old it is.")
-    gpus: list[GPUHistory]
+    sample_age_seconds: float = Field(ge=0, description="Age of the newest sample, however old it is.")
+    gpus: list[GPUHistorySchema]
 
 
-class Problem(BaseModel):
+class ProblemSchema(BaseModel):
     detail: str = Field(description="What is wrong, for people.")
-    error: str = Field(description="Which of a few known causes it is, for programs.")
+    error: str = Field(description="A code for the cause, for programs.")
 
 
 class HealthBody(BaseModel):
@@ -145,7 +145,7 @@ class HealthBody(BaseModel):
     timestamp: str
     error: str | None = Field(description="Why it is not healthy.")
     error_code: str | None
-    sample_age_seconds: float | None = Field(ge=0, description="Null before there was a sample.")
+    sample_age_seconds: float | None = Field(ge=0, description="Null before the first sample.")
     gpu_count: int | None
     backend: str | None
     driver_version: str | None
@@ -183,7 +183,7 @@ class MonitoringConfig(BaseModel):
 
 
 class FilteringConfig(BaseModel):
-    cuda_visible_devices: str | None = Field(description="As it was set; null where it was not.")
+    cuda_visible_devices: str | None = Field(description="As it was set; null if it was not.")
     visible_gpu_ids: list[int] | None
     filtering_active: bool
     total_system_gpus: int | None

@@ -1,7 +1,7 @@
-"""Who a caller is, and whether it may change anything: decided from a request's address and headers, and nothing else.
+"""Decides from a request's address and headers who the caller is and whether it may change leases.
 
-Whoever is on this host may, and whoever has a key. A web page that a browser on this host shows is neither: it comes
-from this host, but has another's name in `Host` or `Origin`, and cannot send JSON to strangers.
+Programs on this host may, and callers with a key. A web page in a browser on this host may not: its requests come from
+this host, but name another one in `Host` or `Origin`, and without a preflight a browser sends no JSON to other origins.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from functools import lru_cache
 from hashlib import sha256
 from hmac import compare_digest
 from ipaddress import IPv6Address, ip_address
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from gpu_worker_pool.gpu_server.responses import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,12 +24,12 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.gpu_server.settings import ServerSettings
 
-#: The account of those who need no key.
+#: The account of callers on this host, who need no key.
 LOOPBACK: Final = "loopback"
 
 _BEARER: Final = re.compile(rb"bearer +(\S+) *", re.IGNORECASE)
 _HOST: Final = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::[0-9]{1,5})?")
-#: Whatever a proxy adds; one that adds nothing at all cannot be told from a program on this host.
+#: Headers that proxies add. A proxy that adds none looks like a program on this host.
 _PROXY_HEADERS: Final = frozenset(
     [
         b"forwarded",
@@ -46,37 +48,29 @@ _PROXY_HEADERS: Final = frozenset(
     ]
 )
 _PROXY_PREFIXES: Final = (b"x-forwarded", b"x-original-", b"x-envoy-", b"x-arr-", b"x-azure-", b"x-amzn-")
-_OURS: Final = frozenset(
-    [b"host", b"origin", b"sec-fetch-site", b"authorization", b"content-type", b"content-length", b"x-lease-token"]
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why not: what is answered instead of what was asked for."""
-
-    status: int
-    #: For programs.
-    error: str
-    #: For people; it says what to do.
-    detail: str
-    reasons: tuple[str, ...] = ()
-    headers: tuple[tuple[bytes, bytes], ...] = ()
-    #: How a request has ended, for programs; empty where it is not about that.
-    state: str = ""
+#: The fields of `RequestHeaders` by header.
+_FIELDS: Final = {
+    b"host": "host",
+    b"origin": "origin",
+    b"sec-fetch-site": "fetch_site",
+    b"authorization": "authorization",
+    b"content-type": "content_type",
+    b"content-length": "content_length",
+    b"x-lease-token": "lease_token",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Somebody who may change something."""
+    """Who sent a request that may change leases."""
 
-    #: By which what one caller may have is counted: of a key its fingerprint, never the key.
+    #: Whose waiting requests are counted together: `loopback`, or the fingerprint of a key, never the key.
     account: str
     is_admin: bool
 
 
-class Headers(NamedTuple):
-    """Of one request, those that matter here; None for what was not sent."""
+class RequestHeaders(NamedTuple):
+    """The headers of a request that matter here; None for those that were not sent."""
 
     host: bytes | None = None
     origin: bytes | None = None
@@ -86,63 +80,61 @@ class Headers(NamedTuple):
     content_length: bytes | None = None
     lease_token: bytes | None = None
     is_proxied: bool = False
-    #: The first that was sent twice: which of the two counts, two programs may see differently.
+    #: The first header that was sent twice: a proxy and this server may disagree on which one counts.
     twice: str | None = None
 
 
-def read_headers(scope: Scope) -> Headers:
-    found: dict[bytes, bytes] = {}
-    is_proxied, twice = False, None
+def read_headers(scope: Scope) -> RequestHeaders:
+    found: dict[str, Any] = {}
     for name, value in scope["headers"]:
-        if name in _OURS:
-            if name in found:
-                twice = twice or name.decode()
-            found[name] = value
+        if field := _FIELDS.get(name):
+            if field in found:
+                found.setdefault("twice", name.decode())
+            found[field] = value
         elif name in _PROXY_HEADERS or name.startswith(_PROXY_PREFIXES):
-            is_proxied = True
-    get = found.get
-    return Headers(
-        get(b"host"),
-        get(b"origin"),
-        get(b"sec-fetch-site"),
-        get(b"authorization"),
-        get(b"content-type"),
-        get(b"content-length"),
-        get(b"x-lease-token"),
-        is_proxied,
-        twice,
-    )
+            found["is_proxied"] = True
+    return RequestHeaders(**found)
 
 
 class Authenticator:
-    """`hostnames`: what this machine is called."""
+    """`hostnames`: the names of this machine; by default those that the system reports."""
 
     def __init__(self, settings: ServerSettings, hostnames: Iterable[str] | None = None) -> None:
-        # An administrator's key is a key like any other, too.
+        # An administrator's key also works as an ordinary key.
         keys = dict.fromkeys(settings.gpu_pool_api_keys, False) | dict.fromkeys(settings.gpu_pool_admin_keys, True)
         self._keys = [(_digest(key.encode()), is_admin) for key, is_admin in keys.items()]
         self._is_open_on_loopback = settings.gpu_pool_open_on_loopback
         names = {"localhost", *(_own_names() if hostnames is None else hostnames), *settings.gpu_pool_hosts}
         self._names = frozenset(name.lower().rstrip(".") for name in names)
-        # Few are ever asked for by honest programs, and parsing one takes longer than all the rest.
+        # Honest programs use few names, and parsing one takes longer than all other checks.
         self._is_ours = lru_cache(maxsize=64)(self._is_our_name)
 
     @property
     def open_to(self) -> list[str]:
-        """Who may change something, as anybody may know."""
+        """Who may change leases, as `/config` shows it to everyone."""
         return ["loopback"] * self._is_open_on_loopback + ["keys"] * bool(self._keys)
 
     def offers_leases(self, scope: Scope) -> bool:
-        """Whether this caller can have leases, with a key if it needs one (D18)."""
-        return bool(self._keys) or self._is_here(scope, read_headers(scope))
+        """Whether this caller can acquire leases (D18).
 
-    def identify(self, scope: Scope, headers: Headers) -> Caller | Refusal:
-        """Who wants to change something; or why it must not."""
+        Clients ask for the features without their key, so a server with keys offers leases to all who send none.
+        """
+        headers = read_headers(scope)
+        if self._keys and headers.authorization is None:
+            return True
+        try:
+            self.identify(scope, headers)
+        except Refusal:
+            return False
+        return True
+
+    def identify(self, scope: Scope, headers: RequestHeaders) -> Caller:
+        """The caller; raises a `Refusal` for one that may not change leases."""
         if headers.twice is not None:
-            return Refusal(400, "invalid", f"the header {headers.twice} was sent twice: send it once")
+            raise Refusal(400, "invalid", f"the header {headers.twice} was sent twice: send it once")
         is_here = self._is_here(scope, headers)
         if not self._keys and not is_here:
-            return Refusal(
+            raise Refusal(
                 403,
                 "leases_closed",
                 "this server gives leases to programs on its own host only: to open it to others, start it with keys "
@@ -151,13 +143,12 @@ class Authenticator:
         if headers.authorization is not None:
             return self._by_key(headers.authorization)
         if not is_here:
-            return _unauthorized("key_needed", "a key is needed from here: send Authorization: Bearer KEY")
-        return self._is_no_web_page(headers) or Caller(LOOPBACK, is_admin=False)
+            raise _unauthorized("key_needed", "a key is needed from here: send Authorization: Bearer KEY")
+        self._refuse_web_page(headers)
+        return Caller(LOOPBACK, is_admin=False)
 
-    # --- where from ---
-
-    def _is_here(self, scope: Scope, headers: Headers) -> bool:
-        """Loopback, and nobody in between: nginx by default adds no header, but speaks HTTP/1.0 as nobody else does."""
+    def _is_here(self, scope: Scope, headers: RequestHeaders) -> bool:
+        """Whether it comes from loopback and not through a proxy; nginx may add no header, but uses HTTP/1.0."""
         client = scope.get("client")
         return (
             self._is_open_on_loopback
@@ -167,40 +158,36 @@ class Authenticator:
             and _is_loopback(client[0])
         )
 
-    # --- with a key: a web page has none, whatever it is called ---
-
-    def _by_key(self, authorization: bytes) -> Caller | Refusal:
+    def _by_key(self, authorization: bytes) -> Caller:
         if not self._keys:
-            detail = "this server has no keys (GPU_POOL_API_KEYS is not set): from its own host ask without one"
-            return _unauthorized("key_wrong", detail)
+            detail = "this server has no keys (GPU_POOL_API_KEYS is not set): on its own host, send none"
+            raise _unauthorized("key_wrong", detail)
         match = _BEARER.fullmatch(authorization)
         if match is None:
-            return _unauthorized("key_wrong", "this is no key: send Authorization: Bearer KEY")
+            raise _unauthorized("key_wrong", "this is not a key: send Authorization: Bearer KEY")
         sent = _digest(match[1])
         found: Caller | None = None
-        # All of them, also after the right one, so that the time taken says nothing.
+        # Compares all keys, also after a match, so that the time taken reveals nothing.
         for digest, is_admin in self._keys:
             if compare_digest(digest, sent):
                 found = Caller(f"key-{digest.hex()[:12]}", is_admin)
         if found is None:
-            return _unauthorized("key_wrong", "this key is not one of this server's: ask its administrator for one")
+            raise _unauthorized("key_wrong", "this server does not know this key: ask its administrator for one")
         return found
 
-    # --- without a key, from this host: a program, or a web page that somebody looks at here ---
-
-    def _is_no_web_page(self, headers: Headers) -> Refusal | None:
+    def _refuse_web_page(self, headers: RequestHeaders) -> None:
+        """A request from this host without a key comes from a program, or from a web page that a user here looks at."""
         if headers.host is None or not self._is_ours(headers.host):
             shown = "nothing" if headers.host is None else repr(headers.host.decode("latin-1")[:80])
-            return Refusal(
+            raise Refusal(
                 421,
                 "wrong_host",
-                f"Host says {shown}, which is no name of this machine: use localhost, send a key, or add the name to "
-                "GPU_POOL_HOSTS",
+                f"Host says {shown}, which is not a name of this machine: use localhost, send a key, or add the name "
+                "to GPU_POOL_HOSTS",
             )
         is_same = headers.origin is None or _same_origin(headers.origin, headers.host)
         if not is_same or headers.fetch_site in (b"cross-site", b"same-site"):
-            return Refusal(403, "cross_origin", "a web page of another origin must not do this without a key")
-        return None
+            raise Refusal(403, "cross_origin", "a web page of another origin must not do this without a key")
 
     def _is_our_name(self, host: bytes) -> bool:
         match = _HOST.fullmatch(host.decode("latin-1").lower())
@@ -209,20 +196,18 @@ class Authenticator:
         name = match[1].rstrip(".")
         if name in self._names or name.strip("[]") in self._names or name.endswith(".localhost"):
             return True
-        # Another address of this machine cannot be reached from loopback but through something in between.
+        # From loopback, another address of this machine is only reached through a proxy.
         return _is_loopback(name.strip("[]"), or_any=True)
 
 
-def check_content_type(headers: Headers, *, is_needed: bool) -> Refusal | None:
-    """Only JSON: a form is all that a web page may send to strangers without asking first."""
+def check_content_type(headers: RequestHeaders, *, is_needed: bool) -> None:
+    """Refuses all but JSON: without a preflight, a web page can only send forms to other origins."""
     given = headers.content_type
     if given is None and not is_needed:
-        return None
-    kind = b"" if given is None else given.partition(b";")[0].strip().lower()
-    if kind == b"application/json":
-        return None
-    said = "no Content-Type" if given is None else f"Content-Type {given.decode('latin-1')[:80]!r}"
-    return Refusal(415, "not_json", f"{said}: send JSON, with Content-Type: application/json")
+        return
+    if given is None or given.partition(b";")[0].strip().lower() != b"application/json":
+        said = "no Content-Type" if given is None else f"Content-Type {given.decode('latin-1')[:80]!r}"
+        raise Refusal(415, "not_json", f"{said}: send JSON, with Content-Type: application/json")
 
 
 def _unauthorized(error: str, detail: str) -> Refusal:
@@ -230,7 +215,7 @@ def _unauthorized(error: str, detail: str) -> Refusal:
 
 
 def _digest(key: bytes) -> bytes:
-    """What is compared: of the same length for every key."""
+    """Keys are compared by digests, which all have the same length."""
     return sha256(key).digest()
 
 
@@ -241,7 +226,7 @@ def _same_origin(origin: bytes, host: bytes) -> bool:
 
 @lru_cache(maxsize=1024)
 def _is_loopback(text: str, *, or_any: bool = False) -> bool:
-    """`or_any`: 0.0.0.0 too, which Linux takes for this host."""
+    """`or_any`: also 0.0.0.0, which on Linux means this host."""
     if text == "127.0.0.1":
         return True
     try:

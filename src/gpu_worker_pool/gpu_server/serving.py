@@ -1,4 +1,4 @@
-"""Runs the application under uvicorn, as the settings say, with connections that dawdle closed."""
+"""Runs the application under uvicorn with the given settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Streams are told to end and do; what has not ended by then is not waited for.
+#: Streams end when the server stops; other requests get this long to end.
 SHUTDOWN_SECONDS = 3
 
 
@@ -35,7 +35,7 @@ def serve(settings: ServerSettings) -> None:
         host=settings.host,
         port=settings.port,
         reload=settings.reload,
-        # Only our own files: somebody's home directory is no business of ours.
+        # Only the package, not the working directory.
         reload_dirs=[str(Path(gpu_worker_pool.__file__).parent)] if settings.reload else None,
         workers=settings.workers,
         log_config=config,
@@ -48,7 +48,7 @@ def serve(settings: ServerSettings) -> None:
 
 
 def _allow_many_connections() -> None:
-    """The usual 1024 files would be used up by as many idle connections."""
+    """The usual limit of 1024 files would be reached with as many idle connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard if soft < hard else soft, hard))

@@ -1,6 +1,6 @@
 """The server's settings: the documented variables, from the environment or a `.env` file in the working directory.
 
-A bad value is logged with its name and the default used instead: a typo in a profile should not keep a server down.
+A bad value is logged and its default used: a typo in a profile should not keep a server from starting.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 DEFAULT_LOG_FORMAT: Final = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
 DEFAULT_DESCRIPTION: Final = "A server that provides GPU statistics including memory usage and utilization"
-#: Where something else is than the pages that `DOCS_URL` and `REDOC_URL` place.
+#: Paths that `DOCS_URL` and `REDOC_URL` must not take.
 OWN_PATHS: Final = (
     "",
     "/",
@@ -52,11 +52,11 @@ _PATH: Final = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
 
 
 def read_environment(complain: Callable[[str], object] = logger.error) -> dict[str, str]:
-    """The process's variables, and below them what a `.env` file in the working directory sets."""
+    """The process's variables; a `.env` file in the working directory adds those that are not set."""
     try:
         from_file = {name: value for name, value in dotenv_values(".env").items() if value is not None}
     except (OSError, UnicodeDecodeError) as error:
-        complain(f".env cannot be read ({error}): doing without")
+        complain(f".env cannot be read ({error}): ignoring it")
         from_file = {}
     return from_file | dict(os.environ)
 
@@ -119,14 +119,14 @@ def _words(text: str) -> list[str]:
 
 
 def _get_keys(name: str, env: Mapping[str, str], complain: Callable[[str], object]) -> tuple[str, ...]:
-    """Those that can be used; of the others only the number is told, as they may be somebody's secret all the same."""
+    """The usable keys; of the others only the number is logged, as they may be secrets all the same."""
     text = env.get(name, "").strip()
     keys = _words(text) if text else []
     good = tuple(key for key in keys if len(key) >= SHORTEST_KEY and _KEY.fullmatch(key))
     if len(good) < len(keys):
         complain(
             f"{name}: {len(keys) - len(good)} of {len(keys)} keys cannot be used (expected {SHORTEST_KEY} or more "
-            "characters of ASCII, commas or blanks between keys): doing without them"
+            "ASCII characters, commas or blanks between keys): ignoring them"
         )
     return good
 
@@ -136,7 +136,7 @@ def _get_keys(name: str, env: Mapping[str, str], complain: Callable[[str], objec
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What the server goes by; every value was checked."""
+    """The settings of the server; every value was checked."""
 
     host: str = "0.0.0.0"  # noqa: S104  # the documented default
     port: int = 8000
@@ -153,32 +153,32 @@ class ServerSettings:
     api_prefix: str = ""
     refresh_interval: float = 1.0
     max_history: int = 100
-    #: A format of the standard library, or `json` for one JSON object a line.
+    #: A format of the standard library, or `json` for one JSON object per line.
     log_format: str = DEFAULT_LOG_FORMAT
     #: None where the variable is not set: all GPUs are shown. Empty: none.
     cuda_visible_devices: str | None = None
     gpu_backend: str = "auto"
-    #: Where processes of this host meet; None for where they usually do.
+    #: Where readings and leases are stored; None: the default.
     gpu_pool_state_dir: str | None = None
-    #: Who may have leases from elsewhere, and whose may end anybody's: secrets, shown nowhere.
+    #: Keys for callers on other hosts, and for administrators: secrets, shown nowhere.
     gpu_pool_api_keys: tuple[str, ...] = field(default=(), repr=False)
     gpu_pool_admin_keys: tuple[str, ...] = field(default=(), repr=False)
     #: Whether programs on this host need no key.
     gpu_pool_open_on_loopback: bool = True
-    #: Further names by which programs on this host may call it.
+    #: Further names that programs on this host may use for it.
     gpu_pool_hosts: tuple[str, ...] = ()
-    #: After how many seconds without load a holder is called idle.
+    #: After how many seconds without load a holder counts as idle.
     gpu_pool_idle_after: float = 1800.0
-    #: How many requests one key, or all programs on this host together, may have waiting.
+    #: How many waiting requests one key, or all programs on this host together, may have.
     gpu_pool_most_waiting: int = 1000
-    #: Servers of other hosts that the live page shows, too.
+    #: Servers of other hosts that the live page also shows.
     gpu_pool_peers: tuple[EndpointConfig, ...] = ()
 
     @classmethod
     def from_environment(
         cls, environ: Mapping[str, str] | None = None, complain: Callable[[str], object] = logger.error
     ) -> Self:
-        """`complain` is told of every value that cannot be used."""
+        """`complain` is called with a message for every value that cannot be used."""
         env = read_environment(complain) if environ is None else environ
 
         get = Environment(env, complain).get
@@ -197,7 +197,7 @@ class ServerSettings:
         return cls(
             host=get("HOST", cls.host, plain_text),
             port=get("PORT", cls.port, number(int, 0, 65535)),
-            # uvicorn can do one of the two; whoever asks for workers does not develop.
+            # uvicorn supports one of the two; a server with workers is not for development.
             reload=get("RELOAD", cls.reload, parse_bool) and workers == 1,
             log_level=get("LOG_LEVEL", cls.log_level, _parse_log_level),
             access_log=get("ACCESS_LOG", cls.access_log, parse_bool),

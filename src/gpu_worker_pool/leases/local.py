@@ -28,6 +28,7 @@ from gpu_worker_pool.errors import (
     ServiceRetryableError,
 )
 from gpu_worker_pool.hardware.leasable import readings_of, within_visible
+from gpu_worker_pool.hardware.proc import ancestors_of
 from gpu_worker_pool.hardware.processes import is_gone, name_of_this_process
 from gpu_worker_pool.hardware.readers.choose import check_backend
 from gpu_worker_pool.hardware.samples import DriverAnswer
@@ -36,7 +37,6 @@ from gpu_worker_pool.leases.inherited import InheritedLease
 from gpu_worker_pool.leases.lease import HeldLease
 from gpu_worker_pool.leases.service import LeasedGPU, StillWaiting
 from gpu_worker_pool.ledger.host import open_host_ledger
-from gpu_worker_pool.hardware.proc import ancestors_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence

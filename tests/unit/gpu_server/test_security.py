@@ -1,4 +1,4 @@
-"""Who may change something: programs on this host, keys from elsewhere, and no web page whatever it is called."""
+"""Who may change leases: programs on this host and callers with a key, but no web page."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from typing import Any
 import pytest
 
 from gpu_worker_pool.gpu_server import ServerSettings
-from gpu_worker_pool.gpu_server.security import (
-    Authenticator,
-    Caller,
-    Refusal,
-    check_content_type,
-    read_headers,
-)
+from gpu_worker_pool.gpu_server.responses import Refusal
+from gpu_worker_pool.gpu_server.security import Authenticator, Caller, check_content_type, read_headers
 
 KEY, ADMIN_KEY = "a-key-of-somebody-0123", "an-administrators-key-4567"
 HERE, ELSEWHERE = "127.0.0.1", "192.0.2.7"
@@ -35,16 +30,21 @@ def scope_of(client: str | None = HERE, version: str = "1.1", **headers: str | l
     }
 
 
-def ask(settings: ServerSettings = BOTH, **request: Any) -> Caller | Refusal:
+def ask(settings: ServerSettings = BOTH, **request: Any) -> Caller:
     scope = scope_of(**request)
     return Authenticator(settings, hostnames=["gpu1.lab.example", "gpu1"]).identify(scope, read_headers(scope))
 
 
 def refusal(settings: ServerSettings = BOTH, **request: Any) -> tuple[int, str]:
-    answer = ask(settings, **request)
-    assert isinstance(answer, Refusal), answer
-    assert answer.detail
-    return answer.status, answer.error
+    found = refused(settings, **request)
+    assert found.detail
+    return found.status, found.error
+
+
+def refused(settings: ServerSettings = BOTH, **request: Any) -> Refusal:
+    with pytest.raises(Refusal) as raised:
+        ask(settings, **request)
+    return raised.value
 
 
 def bearer(key: str) -> str:
@@ -103,9 +103,7 @@ def test_http_1_0_is_spoken_by_proxies() -> None:
 
 
 def test_what_is_closed_says_how_to_open_it() -> None:
-    answer = ask(ServerSettings(), client=ELSEWHERE)
-    assert isinstance(answer, Refusal)
-    assert "GPU_POOL_API_KEYS" in answer.detail
+    assert "GPU_POOL_API_KEYS" in refused(ServerSettings(), client=ELSEWHERE).detail
 
 
 def test_loopback_can_be_closed_too() -> None:
@@ -166,11 +164,10 @@ def test_each_key_has_an_account_of_its_own() -> None:
 )
 def test_a_wrong_key_is_refused_also_on_this_host(authorization: str) -> None:
     for client in (HERE, ELSEWHERE):
-        answer = ask(client=client, authorization=authorization)
-        assert isinstance(answer, Refusal)
+        answer = refused(client=client, authorization=authorization)
         assert (answer.status, answer.error) == (401, "key_wrong")
         assert dict(answer.headers) == {b"www-authenticate": b"Bearer"}
-        assert KEY not in repr(answer)
+        assert KEY not in repr(vars(answer))
     assert refusal(ServerSettings(), authorization=authorization) == (401, "key_wrong")
     assert refusal(ServerSettings(), client=ELSEWHERE, authorization=authorization) == (403, "leases_closed")
 
@@ -243,9 +240,9 @@ def test_a_page_that_was_given_our_address_has_another_name(host: str) -> None:
 def test_without_a_host_nobody_is_meant() -> None:
     scope = scope_of()
     scope["headers"] = []
-    answer = Authenticator(BOTH).identify(scope, read_headers(scope))
-    assert isinstance(answer, Refusal)
-    assert answer.status == 421
+    with pytest.raises(Refusal) as raised:
+        Authenticator(BOTH).identify(scope, read_headers(scope))
+    assert raised.value.status == 421
 
 
 def test_two_hosts_are_none() -> None:
@@ -296,16 +293,17 @@ def test_our_own_pages_may() -> None:
 )
 def test_forms_are_no_json(given: str) -> None:
     for is_needed in (True, False):
-        answer = check_content_type(read_headers(scope_of(content_type=given)), is_needed=is_needed)
-        assert answer is not None
-        assert (answer.status, answer.error) == (415, "not_json")
+        with pytest.raises(Refusal) as raised:
+            check_content_type(read_headers(scope_of(content_type=given)), is_needed=is_needed)
+        assert (raised.value.status, raised.value.error) == (415, "not_json")
 
 
 def test_json_is_json_and_nothing_is_nothing() -> None:
     for given in ("application/json", "Application/JSON; charset=utf-8", "application/json ;x=y"):
-        assert check_content_type(read_headers(scope_of(content_type=given)), is_needed=True) is None
-    assert check_content_type(read_headers(scope_of()), is_needed=False) is None
-    assert check_content_type(read_headers(scope_of()), is_needed=True) is not None
+        check_content_type(read_headers(scope_of(content_type=given)), is_needed=True)
+    check_content_type(read_headers(scope_of()), is_needed=False)
+    with pytest.raises(Refusal):
+        check_content_type(read_headers(scope_of()), is_needed=True)
     two = read_headers(scope_of(content_type=["application/json", "text/plain"]))
     assert two.twice == "content-type"
 
@@ -330,3 +328,14 @@ def test_leases_are_offered_to_those_who_can_have_them(
     assert authenticator.offers_leases(scope_of(ELSEWHERE)) == elsewhere
     assert authenticator.offers_leases(scope_of(HERE, x_forwarded_for="127.0.0.1")) == elsewhere
     assert authenticator.open_to == open_to
+
+
+def test_leases_are_not_offered_to_callers_that_would_be_refused() -> None:
+    without_keys, with_keys = Authenticator(ServerSettings(), ["gpu1"]), Authenticator(BOTH, ["gpu1"])
+    assert without_keys.offers_leases(scope_of(host="gpu1:8000"))
+    for refused_anyway in ({"host": "gpu2:8000"}, {"origin": "http://evil.example"}, {"sec_fetch_site": "cross-site"}):
+        assert not without_keys.offers_leases(scope_of(**refused_anyway))
+        # A client may have a key, which it sends only with its request for a lease.
+        assert with_keys.offers_leases(scope_of(**refused_anyway))
+        assert with_keys.offers_leases(scope_of(**refused_anyway, authorization=bearer(KEY)))
+        assert not with_keys.offers_leases(scope_of(**refused_anyway, authorization=bearer("x" * 20)))

@@ -23,7 +23,7 @@ from gpu_worker_pool.cli.running.environment import shown_gpus
 from gpu_worker_pool.cli.running.front import ENDING, Front
 from gpu_worker_pool.cli.running.linux import SignalInfo, adopt_orphans, die_with_parent
 from gpu_worker_pool.cli.statuses import KILLED, Status
-from gpu_worker_pool.proc import descendants, has_children
+from gpu_worker_pool.hardware.proc import descendants, has_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -37,7 +37,7 @@ async def until_gone(pid: int) -> None:
 
 
 def _is_same(now: ProcessStat | None, then: ProcessStat) -> bool:
-    return now is not None and now.started_ticks == then.started_ticks and now.state != "Z"
+    return now is not None and now.started_at == then.started_at and now.state != "Z"
 
 
 def processes_of_lease(lease_id: str) -> list[int]:

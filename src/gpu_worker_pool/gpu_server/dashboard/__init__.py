@@ -1,1 +1,1 @@
-"""The live page, `GET /dashboard`. It only shows: whatever is changed with it goes through the lease API."""
+"""The live page, `GET /dashboard`: it shows the GPUs and leases of this host and its peers."""

@@ -1,4 +1,4 @@
-"""The page's files, read and compressed once; nothing else can be asked for under their path."""
+"""The files of the live page, read and compressed once; no other file is served."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 HERE: Final = Path(__file__).parent
 
-#: Nothing from elsewhere, nothing in the markup that runs, nothing that frames it.
+#: No content from other servers, no inline scripts, no frames.
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
 )
 HEADERS: Final[Mapping[str, str]] = {
     "x-content-type-options": "nosniff",
-    # It is asked each time whether it changed: after an upgrade no old part must meet a new one.
+    # The browser checks each time: after an upgrade, old and new files must not mix.
     "cache-control": "no-cache",
     "vary": "accept-encoding",
 }
-#: What the page itself has besides; its parts go by it.
+#: Further headers of the page itself; they apply to its parts, too.
 PAGE_HEADERS: Final[Mapping[str, str]] = {
     "content-security-policy": POLICY,
     "referrer-policy": "no-referrer",
@@ -68,6 +68,6 @@ class PageFile:
 
 
 def page_files() -> dict[str, PageFile]:
-    """By name, all that a browser may ask for."""
+    """All files of the page, by name."""
     paths = [*HERE.glob("web/*"), *HERE.glob("uplot/*")]
     return {path.name: PageFile.read(path) for path in sorted(paths) if path.suffix in _TYPES}

@@ -1,4 +1,4 @@
-"""The routes of the live page: the page itself, its files, and what its server alone knows."""
+"""The routes of the live page: the page, its files, and data that only the page uses."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from gpu_worker_pool.hardware.processes import boot_id
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpu_worker_pool.gpu_server.hot import HotFastAPI
+    from gpu_worker_pool.gpu_server.fast_path import FastPathAPI
     from gpu_worker_pool.gpu_server.settings import ServerSettings
 
-_NOT_KEPT: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+_NO_STORE: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
-def add_dashboard(app: HotFastAPI, settings: ServerSettings) -> None:
+def add_dashboard(app: FastPathAPI, settings: ServerSettings) -> None:
     files = page_files()
 
     def add(path: str, endpoint: Callable[..., Any]) -> None:
-        # The page's own: it changes with the page, and is no interface for others.
+        # Not in OpenAPI: these routes change with the page.
         path = f"{settings.api_prefix}/dashboard{path}"
         app.add_api_route(path, endpoint, methods=["GET", "HEAD"], include_in_schema=False)
 
@@ -43,21 +43,21 @@ def add_dashboard(app: HotFastAPI, settings: ServerSettings) -> None:
 
     async def host() -> Response:
         body = {
-            "host_id": app.fleet.own_id,
+            "host_id": app.parts.fleet.own_id,
             "name": socket.gethostname(),
             "title": settings.title,
             "refresh_interval": settings.refresh_interval,
-            "peers": app.fleet.names,
-            # From where the routes begin, as a proxy may add a path: the documentation is not under the prefix.
+            "peers": app.parts.fleet.names,
+            # Relative to the API prefix, as a proxy may add a path: the documentation is not under the prefix.
             "docs": "../" * settings.api_prefix.count("/") + settings.docs_url.lstrip("/"),
         }
-        return JSONResponse(body, headers=_NOT_KEPT)
+        return JSONResponse(body, headers=_NO_STORE)
 
     async def peers(request: Request) -> Response:
-        return await compressed(request, _json(app.fleet.shown()))
+        return await compressed(request, _json(app.parts.fleet.shown()))
 
     async def peers_history(request: Request) -> Response:
-        return await compressed(request, _json(await app.fleet.history()))
+        return await compressed(request, _json(await app.parts.fleet.history()))
 
     add("", page)
     add("/files/{name}", file)
@@ -67,7 +67,7 @@ def add_dashboard(app: HotFastAPI, settings: ServerSettings) -> None:
 
 
 def host_id(settings: ServerSettings, state_dir: str | None) -> str:
-    """The same for all processes that show the same GPUs of this host, so that a list of peers may name its reader."""
+    """The same for all servers that show the same GPUs of this host: a list of peers may include the host itself."""
     try:
         folder = Path(state_dir or "/nowhere").stat()
         facts = (boot_id(), folder.st_dev, folder.st_ino, settings.gpu_backend, settings.cuda_visible_devices)
@@ -77,4 +77,4 @@ def host_id(settings: ServerSettings, state_dir: str | None) -> str:
 
 
 def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json", headers=_NOT_KEPT)
+    return Response(body, media_type="application/json", headers=_NO_STORE)

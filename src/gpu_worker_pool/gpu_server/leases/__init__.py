@@ -1,1 +1,1 @@
-"""The lease API: what a server's routes ask of the desk, and how they tell it."""
+"""The lease API of the server."""

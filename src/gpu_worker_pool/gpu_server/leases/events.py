@@ -1,4 +1,4 @@
-"""What `/events` tells of leases and of the queue, and what the GPU routes show of them."""
+"""Publishes changes of leases and of the queue on `/events`, and collects what the GPU routes show of leases."""
 
 from __future__ import annotations
 
@@ -16,57 +16,55 @@ if TYPE_CHECKING:
     from gpu_worker_pool.broker.broker import Change, LeaseBroker
     from gpu_worker_pool.gpu_server.events import EventStream
 
-#: So many of those who wait are named to whoever begins to listen.
-MOST_NAMED: Final = 1000
+#: How many waiting requests the first event lists.
+MOST_LISTED: Final = 1000
 
 
-class LeaseNews:
-    """Follows a desk, once it is told to."""
-
+class LeaseEvents:
     def __init__(self, broker: LeaseBroker, stream: EventStream) -> None:
-        self._desk = broker
+        self._broker = broker
         self._stream = stream
-        #: The leases whose holders were called idle.
+        #: The leases for which an `idle` event was published.
         self._idle: set[str] = set()
 
     def follow(self, promises_changed: Callable[[], object]) -> None:
-        """`promises_changed` is called when what the GPU routes show of leases is not true any more."""
+        """`promises_changed` is called when what the GPU routes show of leases is out of date."""
 
-        def tell(change: Change) -> None:
+        def on_change(change: Change) -> None:
             if isinstance(change.before, Lease) or isinstance(change.after, Lease):
                 promises_changed()
             if self._stream.has_listeners:
-                self._tell(change)
+                self._publish(change)
 
-        self._desk.on_change = tell
+        self._broker.on_change = on_change
 
     def promises(self) -> Promises:
-        if not self._desk.is_informed:
+        if not self._broker.is_informed:
             return None
         found: dict[str, list[dict[str, Any]]] = {}
-        for lease in self._desk.leases.values():
+        for lease in self._broker.leases.values():
             for gpu_id in lease.gpu_ids:
                 found.setdefault(gpu_id, []).append(promise(lease))
         return found
 
     def first(self) -> bytes:
-        """How things are, for one who has just come."""
-        waiters = sorted(self._desk.waiting.values(), key=lambda waiter: waiter.order)
+        """The present state, for a new listener."""
+        waiters = sorted(self._broker.waiting.values(), key=lambda waiter: waiter.order)
         present = {
-            "leases": [self._row(lease) for lease in self._desk.leases.values()],
+            "leases": [self._row(lease) for lease in self._broker.leases.values()],
             "waiting": len(waiters),
-            "queue": [_waiter_row(waiter) for waiter in waiters[:MOST_NAMED]],
+            "queue": [_waiter_row(waiter) for waiter in waiters[:MOST_LISTED]],
         }
         return json_event("leases", present)
 
-    def look_for_idle(self) -> None:
-        """Called now and then: that nothing happens is no change of the ledger's."""
-        idle = {lease_id for lease_id, lease in self._desk.leases.items() if self._desk.usage_of(lease).is_idle}
+    def publish_idle(self) -> None:
+        """Called regularly: becoming idle is not a change in the ledger."""
+        idle = {lease_id for lease_id, lease in self._broker.leases.items() if self._broker.usage_of(lease).is_idle}
         for lease_id in idle - self._idle:
-            self._publish_lease("idle", self._desk.leases[lease_id], ())
+            self._publish_lease("idle", self._broker.leases[lease_id], ())
         self._idle = idle
 
-    def _tell(self, change: Change) -> None:
+    def _publish(self, change: Change) -> None:
         before, after = change.before, change.after
         if isinstance(after, Waiter):
             if before is None:
@@ -87,11 +85,11 @@ class LeaseNews:
         self._stream.publish(json_event("lease", data))
 
     def _publish_queue(self, what: str, waiter: Waiter, state: str) -> None:
-        data = {"change": what, "state": state, "waiting": len(self._desk.waiting), "request": _waiter_row(waiter)}
+        data = {"change": what, "state": state, "waiting": len(self._broker.waiting), "request": _waiter_row(waiter)}
         self._stream.publish(json_event("queue", data))
 
     def _row(self, lease: Lease) -> dict[str, Any]:
-        return lease_row(lease, self._desk.usage_of(lease))
+        return lease_row(lease, self._broker.usage_of(lease))
 
 
 def _waiter_row(waiter: Waiter) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Leases in `/metrics`: by state and by GPU, never by lease, as each would begin a line that nobody ends."""
+"""Leases in `/metrics`: by state and by GPU, not by lease, as each would add a time series."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _BYTES_PER_MB: Final = 1024 * 1024
 
 
 def lease_metrics(broker: LeaseBroker, gpus: Iterable[GPUReading]) -> Iterator[Metric]:
-    """`gpus`: those that are shown."""
+    """`gpus`: the GPUs that the server shows."""
     is_usable = broker.problem is None
-    yield GaugeMetricFamily("gpu_pool_ledger_up", "1 while leases can be had, 0 while they cannot.", value=is_usable)
+    yield GaugeMetricFamily("gpu_pool_ledger_up", "1 while leases can be granted, else 0.", value=is_usable)
     if not is_usable:
         return
     yield from _totals(broker)
@@ -32,13 +32,13 @@ def lease_metrics(broker: LeaseBroker, gpus: Iterable[GPUReading]) -> Iterator[M
 
 
 def _totals(broker: LeaseBroker) -> Iterator[Metric]:
-    leases = GaugeMetricFamily("gpu_pool_leases", "Leases there are.", labels=["state"])
+    leases = GaugeMetricFamily("gpu_pool_leases", "Current leases.", labels=["state"])
     for state in (state for state, moves in LEASE_MOVES.items() if moves):
         leases.add_metric([state.value], sum(lease.state is state for lease in broker.leases.values()))
     yield leases
     yield GaugeMetricFamily("gpu_pool_waiting", "Requests that wait.", value=len(broker.waiting))
-    yield CounterMetricFamily("gpu_pool_grants", "Leases granted since the ledger was made.", value=broker.fence)
-    ended = CounterMetricFamily("gpu_pool_leases_ended", "Leases that ended, by how they did.", labels=["state"])
+    yield CounterMetricFamily("gpu_pool_grants", "Leases granted since the ledger was created.", value=broker.fence)
+    ended = CounterMetricFamily("gpu_pool_leases_ended", "Leases that ended, by how they ended.", labels=["state"])
     for lease_state in (state for state, moves in LEASE_MOVES.items() if not moves):
         ended.add_metric([lease_state.value], broker.tally.get(lease_state, 0))
     yield ended
@@ -53,9 +53,9 @@ def _by_gpu(broker: LeaseBroker, gpus: Iterable[GPUReading]) -> Iterator[Metric]
     labels = ["gpu", "uuid"]
     count = GaugeMetricFamily("gpu_pool_gpu_leases", "Leases on the GPU.", labels=labels)
     promised = GaugeMetricFamily("gpu_pool_gpu_promised_bytes", "Memory promised to holders.", labels=labels)
-    used = GaugeMetricFamily("gpu_pool_gpu_lease_used_bytes", "Memory that holders use of it.", labels=labels)
+    used = GaugeMetricFamily("gpu_pool_gpu_lease_used_bytes", "Memory that holders use.", labels=labels)
     idle = GaugeMetricFamily(
-        "gpu_pool_gpu_lease_idle_seconds", "For how long its holders have let it idle.", labels=labels
+        "gpu_pool_gpu_lease_idle_seconds", "How long its holders have left it idle.", labels=labels
     )
     for gpu in gpus:
         names = [str(gpu.index), gpu.identity]
@@ -77,7 +77,7 @@ def _by_gpu(broker: LeaseBroker, gpus: Iterable[GPUReading]) -> Iterator[Metric]
 
 
 class _Device(NamedTuple):
-    """A GPU or a MIG device, and what is promised on it."""
+    """A GPU or a MIG device, and the leases on it."""
 
     leases: list[Lease]
     promised_mb: float | None
@@ -89,7 +89,7 @@ class _Device(NamedTuple):
         found = sorted((lease for lease in leases if name in lease.gpu_ids), key=lambda lease: lease.fence)
         if not found:
             return cls([], 0.0, 0.0)
-        # Whoever named no amount was promised the whole.
+        # A lease without an amount has the whole device.
         promised = _sum(lease.request.requirements.memory_mb or device.memory_total_mb for lease in found)
         before = found[0].held[found[0].gpu_ids.index(name)].memory_used_mb
         now = device.memory_used_mb
@@ -97,7 +97,7 @@ class _Device(NamedTuple):
 
 
 def _sum(amounts: Iterable[float | None]) -> float | None:
-    """None if one of them is not known."""
+    """None if one of them is unknown."""
     total = 0.0
     for amount in amounts:
         if amount is None:

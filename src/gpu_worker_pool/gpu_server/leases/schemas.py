@@ -1,6 +1,7 @@
-"""The shapes of the lease API: what may be asked, checked to the letter, and what is answered, for OpenAPI.
+"""The schemas of the lease API: they check the bodies of requests, and describe answers in OpenAPI.
 
-Answers are made in `bodies`, not from these.
+A request body holds the fields of core `Requirements` and a few more. The answers come from `api/lease_rows.py`; tests
+check that both agree.
 """
 
 from __future__ import annotations
@@ -11,18 +12,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, V
 
 from gpu_worker_pool.core.readings import LARGEST_MB
 from gpu_worker_pool.core.requirements import ANY_GPU, Requirements
-from gpu_worker_pool.gpu_server.security import Refusal
+from gpu_worker_pool.gpu_server.responses import Refusal
 
 ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,64}$"
-#: Of the asker's own making, or ours.
-TOKEN_PATTERN: Final = r"^[!-~]{16,200}$"  # noqa: S105  # a shape, no secret
+TOKEN_PATTERN: Final = r"^[!-~]{16,200}$"  # noqa: S105  # a pattern, not a secret
 MOST_WAIT_SECONDS: Final = 30.0
 
 _WORKER: Final = r"^[A-Za-z0-9._:-]{0,64}$"
-# Others read them, on terminals too, which control characters would drive.
+# These texts appear on terminals, where control characters would take effect.
 _TEXT: Final = r"^[^\x00-\x1f\x7f-\x9f]*$"
 _NAME: Final = (
-    r"^ *[^\x00-\x20\x7f-\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # no blank of any alphabet
+    r"^ *[^\x00-\x20\x7f-\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # not a blank of any alphabet
     r"[^\x00-\x1f\x7f-\x9f]*$"
 )
 
@@ -34,7 +34,7 @@ _PATTERNS: Final = {
 
 
 def _whole(number: object) -> object:
-    """To JSON, 1.0 is a whole number."""
+    """In JSON, 1.0 is a whole number."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
@@ -44,9 +44,8 @@ GPUName = (
     Annotated[int, Field(ge=0, le=2**31 - 1), BeforeValidator(_whole)]
     | Annotated[str, Field(min_length=1, max_length=80, pattern=_NAME)]
 )
-
-
-_SENSE: Final[dict[str, JsonValue]] = {
+#: What `Requirements` checks across fields, for OpenAPI.
+_SHARE_NEEDS_MEMORY: Final[dict[str, JsonValue]] = {
     "anyOf": [
         {"properties": {"share": {"const": False}}},
         {"properties": {"memory_mb": {"type": "number"}}, "required": ["memory_mb"]},
@@ -55,62 +54,49 @@ _SENSE: Final[dict[str, JsonValue]] = {
 
 
 class RequirementsBody(BaseModel):
-    """Which GPUs will do."""
+    """The fields of `Requirements`: which GPUs a request accepts, and how many."""
 
     model_config = ConfigDict(
         strict=True,
         extra="forbid",
         allow_inf_nan=False,
-        json_schema_extra={**_SENSE, "examples": [{}, {"count": 2, "gpu_model": "A100"}]},
+        json_schema_extra={**_SHARE_NEEDS_MEMORY, "examples": [{}, {"count": 2, "gpu_model": "A100"}]},
     )
 
     count: Annotated[int, Field(ge=1, le=1024), BeforeValidator(_whole)] = Field(
         1, description="How many GPUs; all or none."
     )
     memory_mb: Megabytes | None = Field(None, description="Memory to reserve on each of them.")
-    share: bool = Field(False, description="Whether others may have the rest of the GPU; needs `memory_mb`.")
+    share: bool = Field(False, description="Whether others may use the rest of the GPU; needs `memory_mb`.")
     min_free_memory_mb: Megabytes | None = Field(None, description="Memory that must be free when it is granted.")
     gpu_model: Annotated[str, Field(min_length=1, max_length=100, pattern=_NAME)] | None = Field(
-        None, description="Part of the GPU's name, in any case."
+        None, description="Part of the GPU's name, in upper or lower case."
     )
     only: list[GPUName] | None = Field(
-        None, min_length=1, max_length=64, description="Indices or UUIDs, of which one will do as well as another."
+        None, min_length=1, max_length=64, description="Indices or UUIDs of the GPUs to choose from."
     )
-    exclude: list[GPUName] | None = Field(None, max_length=64, description="Indices or UUIDs that will not do.")
+    exclude: list[GPUName] | None = Field(None, max_length=64, description="Indices or UUIDs of GPUs not to use.")
     priority: Annotated[int, Field(ge=-1000, le=1000), BeforeValidator(_whole)] = Field(
         0, description="Higher goes first."
     )
     policy: Literal["thresholds", "idle"] = Field(
-        "thresholds", description="`idle` wants GPUs with no process at all on them."
+        "thresholds", description="`idle` accepts only GPUs that no process uses."
     )
     memory_threshold: Percent | None = Field(None, description="Memory usage must be below this; 80 by default.")
     utilization_threshold: Percent | None = Field(None, description="Utilization must be below this; 90 by default.")
 
     def requirements(self) -> Requirements:
-        """Raises a `ValueError` for wishes that make no sense together."""
-        if _REQUIREMENTS.isdisjoint(self.model_fields_set):
-            return ANY_GPU
-        return Requirements(
-            count=self.count,
-            memory_mb=self.memory_mb,
-            share=self.share,
-            min_free_memory_mb=self.min_free_memory_mb,
-            gpu_model=self.gpu_model,
-            only=None if self.only is None else tuple(map(str, self.only)),
-            exclude=tuple(map(str, self.exclude or ())),
-            policy=self.policy,
-            memory_threshold=self.memory_threshold,
-            utilization_threshold=self.utilization_threshold,
-            priority=self.priority,
-        )
+        """Raises a `ValueError` for fields that contradict each other."""
+        given = {name: getattr(self, name) for name in self.model_fields_set & _REQUIREMENTS}
+        return Requirements(**given) if given else ANY_GPU
 
 
 class LeaseRequest(RequirementsBody):
-    """A wish for GPUs. Asking again with the same `request_id` and the same wishes keeps the place."""
+    """A request for GPUs. Repeating it with the same `request_id` and the same requirements keeps its position."""
 
     model_config = ConfigDict(
         json_schema_extra={
-            **_SENSE,
+            **_SHARE_NEEDS_MEMORY,
             "examples": [
                 {"request_id": "train-7", "worker_id": "trainer", "ttl_seconds": 60, "wait_seconds": 4},
                 {"count": 2, "gpu_model": "A100", "policy": "idle", "priority": 5, "label": "nightly run"},
@@ -120,40 +106,43 @@ class LeaseRequest(RequirementsBody):
     )
 
     request_id: Annotated[str, Field(pattern=ID_PATTERN)] | None = Field(
-        None, description="Names the request, and makes it safe to ask again. Made by the server if it is left out."
+        None, description="Names the request, so that it can be repeated. The server makes one up if it is left out."
     )
-    worker_id: Annotated[str, Field(pattern=_WORKER)] | None = Field(None, description="Who asks, for others to read.")
+    worker_id: Annotated[str, Field(pattern=_WORKER)] | None = Field(
+        None, description="Who requests it, for people to read."
+    )
     ttl_seconds: float = Field(60.0, ge=2, le=3600, description="How long the lease lives without being renewed.")
     wait_seconds: float = Field(0.0, ge=0, le=MOST_WAIT_SECONDS, description="How long to wait for the answer.")
-    label: Annotated[str, Field(max_length=200, pattern=_TEXT)] | None = Field(None, description="For others to read.")
+    label: Annotated[str, Field(max_length=200, pattern=_TEXT)] | None = Field(None, description="For people to read.")
     may_keep: bool = Field(
-        True, description="Whether GPUs may be kept free here for a request that others would overtake for ever."
+        True, description="Whether GPUs may be reserved here for a request that others would overtake forever."
     )
 
 
-_REQUIREMENTS: Final = RequirementsBody.model_fields.keys()
+_REQUIREMENTS: Final = frozenset(RequirementsBody.model_fields)
 
 
 Body = TypeVar("Body", bound=RequirementsBody)
 
 
-def read_request(shape: type[Body], body: bytes) -> tuple[Body, Requirements] | Refusal:
-    """What was asked for, or what is wrong with it, all of it at once."""
+def parse_body(shape: type[Body], body: bytes) -> tuple[Body, Requirements]:
+    """Raises a `Refusal` that lists everything that is wrong."""
     try:
-        asked = shape.model_validate_json(body)
-        return asked, asked.requirements()
+        parsed = shape.model_validate_json(body)
+        return parsed, parsed.requirements()
     except ValidationError as error:
-        return nonsense(*(_sentence(problem) for problem in error.errors(include_url=False, include_input=False)[:20]))
+        problems = error.errors(include_url=False, include_input=False)[:20]
+        raise invalid(*map(_sentence, problems)) from None
     except ValueError as error:
-        return nonsense(str(error))
+        raise invalid(str(error)) from None
 
 
-def nonsense(*reasons: str) -> Refusal:
-    return Refusal(422, "invalid", f"this request makes no sense: {'; '.join(reasons)}", reasons)
+def invalid(*reasons: str) -> Refusal:
+    return Refusal(422, "invalid", f"this request is invalid: {'; '.join(reasons)}", reasons)
 
 
 def _sentence(problem: Any) -> str:
-    # The field, and the place in a list; not how pydantic calls what it tried there.
+    # The field and the position in a list, without pydantic's names for the types that it tried.
     where = ".".join(str(part) for depth, part in enumerate(problem["loc"]) if depth == 0 or isinstance(part, int))
     said = str(problem["msg"])
     if problem["type"] == "extra_forbidden":
@@ -165,12 +154,12 @@ def _sentence(problem: Any) -> str:
 
 # --- answers ---
 
-_SECONDS: Final = "2026-05-04T10:30:00.123Z"
+_MOMENT: Final = "2026-05-04T10:30:00.123Z"
 
 
-class LeasedGPU(BaseModel):
+class LeasedGPUSchema(BaseModel):
     gpu_id: int = Field(description="The driver's index when it was granted.", examples=[0])
-    uuid: str | None = Field(description="Names the card, or the MIG device, for good.", examples=["GPU-6ec5c1a2"])
+    uuid: str | None = Field(description="Identifies the card or the MIG device.", examples=["GPU-6ec5c1a2"])
     name: str = Field(examples=["NVIDIA GeForce RTX 3090"])
 
 
@@ -178,13 +167,11 @@ class LeaseFacts(BaseModel):
     lease_id: str = Field(examples=["lease-12"])
     request_id: str = Field(examples=["train-7"])
     worker_id: str = Field(examples=["trainer"])
-    fence: int = Field(
-        description="Grows with every grant: whoever has a lower one was granted earlier.", examples=[12]
-    )
-    gpus: list[LeasedGPU]
-    granted_at: str = Field(description="For people to read.", examples=[_SECONDS])
-    expires_at: str | None = Field(description="For people to read; null: not by itself.", examples=[_SECONDS])
-    expires_in_seconds: float | None = Field(description="Reckon with this one.", examples=[59.998])
+    fence: int = Field(description="Grows with every grant: a lower one was granted earlier.", examples=[12])
+    gpus: list[LeasedGPUSchema]
+    granted_at: str = Field(description="For people to read.", examples=[_MOMENT])
+    expires_at: str | None = Field(description="For people to read; null: it does not expire.", examples=[_MOMENT])
+    expires_in_seconds: float | None = Field(description="Use this for calculations.", examples=[59.998])
     ttl_seconds: float | None = Field(examples=[60.0])
     state: Literal["offered", "held", "quarantined"] = Field(examples=["held"])
     label: str | None = Field(examples=["nightly run"])
@@ -192,8 +179,8 @@ class LeaseFacts(BaseModel):
     share: bool = Field(examples=[False])
 
 
-class Lease(LeaseFacts):
-    """A promise: nobody else gets these GPUs while it is renewed."""
+class LeaseSchema(LeaseFacts):
+    """While it is renewed, these GPUs are granted to no other request."""
 
     env: dict[str, str] = Field(
         description="For the environment of the program that will use the GPUs.",
@@ -201,46 +188,48 @@ class Lease(LeaseFacts):
     )
 
 
-class GrantedLease(Lease):
+class GrantedLease(LeaseSchema):
     token: str = Field(description="Secret: renewing and releasing need it, as `X-Lease-Token`.")
 
 
-class Quarantine(BaseModel):
+class QuarantineSchema(BaseModel):
     reason: str = Field(examples=["its lease was not renewed in time"])
-    seconds: float = Field(description="For how long it has been.", examples=[3.2])
+    seconds: float = Field(description="How long it has lasted.", examples=[3.2])
 
 
-class LeaseRow(LeaseFacts):
+class LeaseRowSchema(LeaseFacts):
     held_seconds: float = Field(description="Since it was granted.", examples=[612.4])
-    quarantine: Quarantine | None = Field(description="Why it is no longer its holder's and not yet anybody else's.")
+    quarantine: QuarantineSchema | None = Field(
+        description="Why its holder has lost it and it cannot be granted again yet."
+    )
     memory_used_mb: float | None = Field(
-        description="On its GPUs now, less what was there before it was granted; null where that is not known.",
+        description="On its GPUs now, less what was in use before it was granted; null where that is not known.",
         examples=[17920.0],
     )
     idle_seconds: float | None = Field(
-        description="For how long its GPUs have had nothing to do; null where that is not known.", examples=[0.0]
+        description="How long its GPUs have been idle; null where that is not known.", examples=[0.0]
     )
     is_idle: bool = Field(description="Whether that is longer than `GPU_POOL_IDLE_AFTER`.", examples=[False])
-    user: str | None = Field(description="Whose it is, of a program that asks without a server.", examples=[None])
+    user: str | None = Field(description="The user, where the program acquired it without a server.", examples=[None])
 
 
 class Leases(BaseModel):
-    leases: list[LeaseRow] = Field(description="Newest last.")
+    leases: list[LeaseRowSchema] = Field(description="Newest last.")
 
 
-class Released(BaseModel):
+class ReleasedSchema(BaseModel):
     lease_id: str = Field(examples=["lease-12"])
     released: Literal[True]
 
 
-class StillWaiting(BaseModel):
-    """Ask again with the same `request_id`: it keeps its place. Half a minute without asking gives it up."""
+class StillWaitingSchema(BaseModel):
+    """Repeat the request with the same `request_id` within half a minute: it keeps its position."""
 
     request_id: str = Field(examples=["train-7"])
     position: int = Field(ge=1, description="1 is next.", examples=[1])
     waiting_seconds: float = Field(ge=0, examples=[20.0])
     reasons: list[str] = Field(description="Why it waits.", examples=[["one GPU: next in line; of 1 GPU: 1 held"]])
-    token: str = Field(description="Secret: the token of the lease to come; cancelling needs it where it was sent.")
+    token: str = Field(description="Secret: the token of the lease to come; cancelling needs it if you sent one.")
 
 
 class QueueRow(BaseModel):
@@ -258,22 +247,22 @@ class Queue(BaseModel):
     queue: list[QueueRow] = Field(description="In order: the first is next.")
 
 
-class Obstacle(BaseModel):
+class ObstacleSchema(BaseModel):
     kind: str = Field(examples=["held"])
     text: str = Field(examples=["held by trainer for 612 s"])
-    actual: float | None = Field(description="The number that is, where there is one.")
-    limit: float | None = Field(description="The number that it had to be below or above.")
+    actual: float | None = Field(description="The measured number, where there is one.")
+    limit: float | None = Field(description="The limit that it is compared with.")
 
 
 class ExplainedGPU(BaseModel):
-    gpu_id: int | None = Field(description="Null while it is not seen.", examples=[0])
+    gpu_id: int | None = Field(description="Null while the driver does not report it.", examples=[0])
     uuid: str | None
     name: str | None
-    obstacles: list[Obstacle] = Field(description="What keeps it from the request; empty where nothing does.")
+    obstacles: list[ObstacleSchema] = Field(description="Why the request cannot have it; empty: it can.")
 
 
-class Explanation(BaseModel):
-    request_id: str = Field(description="Empty where nobody has asked for it.", examples=["train-7"])
+class ExplanationSchema(BaseModel):
+    request_id: str = Field(description="Empty for requirements that were not requested.", examples=["train-7"])
     position: int = Field(ge=1, examples=[1])
     waiting_seconds: float = Field(ge=0, examples=[20.0])
     summary: str = Field(examples=["one GPU: next in line; of 1 GPU: 1 held"])
@@ -281,13 +270,13 @@ class Explanation(BaseModel):
     gpus: list[ExplainedGPU]
 
 
-class Cancelled(BaseModel):
+class CancelledSchema(BaseModel):
     request_id: str = Field(examples=["train-7"])
     cancelled: Literal[True]
 
 
 class Refused(BaseModel):
     detail: str = Field(description="What is wrong and what to do, for people.")
-    error: str = Field(description="Which of a few known causes it is, for programs.")
-    reasons: list[str] | None = Field(None, description="Each for itself, where there are several.")
+    error: str = Field(description="A code for the cause, for programs.")
+    reasons: list[str] | None = Field(None, description="The single reasons, where there are several.")
     state: str | None = Field(None, description="How a request has ended.", examples=["cancelled"])

@@ -1,5 +1,5 @@
-// With an administrator's key: end a lease, or remove one who waits, each after a confirmation. The key is kept in this
-// variable and nowhere else.
+// Releases leases and removes waiting requests with an administrator's key, each after a confirmation. The key is only
+// stored in a variable of this file.
 
 import { byId, phrase, setHidden, setText } from "./dom.js";
 import { ask } from "./server.js";
@@ -12,7 +12,7 @@ export function isAdministrator() {
   return key !== null;
 }
 
-/** `onChange` is called when buttons are to appear or to vanish; `say(words)` tells those who listen. */
+/** `onChange` is called when buttons are to appear or to vanish; `say(words)` speaks to screen readers. */
 export function offerAdministration(onChange, say) {
   changed = onChange;
   const dialog = byId("key-dialog");
@@ -45,7 +45,7 @@ export function offerAdministration(onChange, say) {
     dialog.close();
     setText(byId("key-button"), "Forget the key");
     changed();
-    say("You can release leases and remove those who wait.");
+    say("You can release leases and remove waiting requests.");
   });
 }
 
@@ -55,16 +55,16 @@ function forget() {
   changed();
 }
 
-/** Asks to end a lease that nobody has: whether that is refused for the key, or because there is none, tells. */
+/** Tries to release a lease that does not exist: the status shows whether the key is accepted. */
 async function problemWith(tried) {
-  if (!/^[!-~]+$/.test(tried)) return "A key is made of letters, digits and signs, without blanks.";
+  if (!/^[!-~]+$/.test(tried)) return "A key consists of ASCII characters without blanks.";
   try {
     const { status, body } = await remove("leases/no-such-lease", tried);
     if (status === 404) return null;
-    if (status === 403) return "This is a key, but not an administrator's: it can hold GPUs, not take them from others.";
+    if (status === 403) return "This key is not an administrator's: it cannot release the leases of others.";
     return body?.detail ?? `The server answered with ${status}.`;
   } catch {
-    return "The server does not answer. Try again when it is back.";
+    return "The server does not answer. Try again later.";
   }
 }
 
@@ -72,7 +72,7 @@ function remove(path, withKey) {
   return ask(path, { method: "DELETE", headers: { Authorization: `Bearer ${withKey}` } });
 }
 
-/** For cards: `ask(lease)` after a confirmation ends it. */
+/** For cards: `ask(lease)` releases it after a confirmation. */
 export function makeRelease(say) {
   return {
     isPossible: isAdministrator,
@@ -82,8 +82,8 @@ export function makeRelease(say) {
       confirm({
         title: isQuarantined ? `End the quarantine of ${what}?` : phrase`Release ${what} of ${nameOf(lease)}?`,
         text: isQuarantined
-          ? "Somebody else may get it at once. If a program is still on it, the two will share it."
-          : phrase`${described(lease)}The program is not stopped: until it notices that it has lost the lease, it goes on using the GPU, and somebody else may get it meanwhile.`,
+          ? "It may be granted to another program at once. If the old program still uses it, both will share it."
+          : phrase`${described(lease)}The program is not stopped: it uses the GPU until it notices that it has lost the lease, and the GPU may be granted to another program in the meantime.`,
         yes: isQuarantined ? "End the quarantine" : "Release it",
         path: `leases/${encodeURIComponent(lease.lease_id)}`,
         done: () => say(phrase`${what} of ${nameOf(lease)} ${lease.gpus?.length > 1 ? "were" : "was"} released.`),
@@ -98,7 +98,7 @@ export function makeRemoval(say) {
     ask: (row) =>
       confirm({
         title: phrase`Remove ${nameOf(row)} from the queue?`,
-        text: phrase`${described(row)}It loses its place; its program is told that its request was cancelled.`,
+        text: phrase`${described(row)}Its request is cancelled, and its program gets an error.`,
         yes: "Remove it",
         path: `queue/${encodeURIComponent(row.request_id)}`,
         done: () => say(phrase`${nameOf(row)} was removed from the queue.`),
@@ -127,7 +127,7 @@ function confirm({ title, text, yes, path, done }) {
       return;
     }
     dialog.close();
-    // The button that led here is about to vanish.
+    // The focused button is about to vanish.
     byId("gpus-title").focus({ preventScroll: true });
     done();
   };
@@ -141,6 +141,6 @@ async function attempt(path) {
     if (status === 401) forget();
     return status === 200 ? null : (body?.detail ?? `The server answered with ${status}.`);
   } catch {
-    return "The server does not answer: nothing was changed, as far as is known.";
+    return "The server does not answer. Probably nothing was changed.";
   }
 }

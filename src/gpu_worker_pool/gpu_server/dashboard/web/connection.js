@@ -1,4 +1,4 @@
-// Whether the page is connected, and how old what it shows is.
+// Shows whether the page is connected, and how old its readings are.
 
 import { byId, setAttribute, setHidden, setText } from "./dom.js";
 import { now } from "./pool_state.js";
@@ -8,7 +8,7 @@ export class Connection {
   #lostAt = null;
   #wasConnected = false;
 
-  /** Whether the page was disconnected, and is not any more. */
+  /** Returns whether this is a reconnection. */
   connected() {
     const isBack = this.#lostAt !== null && this.#wasConnected;
     this.#lostAt = null;
@@ -42,14 +42,14 @@ export class Connection {
   #notice(host, age) {
     if (this.#lostAt !== null) {
       const shown = age === null ? "There is nothing to show yet" : `What you see is ${duration(age)} old`;
-      return `Disconnected since ${timeOfDay(this.#lostAt)}. ${shown}. Trying to connect again…`;
+      return `Disconnected since ${timeOfDay(this.#lostAt)}. ${shown}. Reconnecting…`;
     }
     const { status, error } = host.health;
     if (status !== "degraded" && status !== "unhealthy") {
-      if (host.ledgerProblem !== null) return `Who holds what cannot be told: ${host.ledgerProblem}`;
-      return host.detailsProblem === null ? "" : `Why somebody waits, and what holders use, is not known: ${host.detailsProblem}`;
+      if (host.ledgerProblem !== null) return `The leases are unknown: ${host.ledgerProblem}`;
+      return host.detailsProblem === null ? "" : `The reasons for waiting and the use of leases are unknown: ${host.detailsProblem}`;
     }
     const shown = age === null ? "There are no readings" : `The last readings are ${duration(age)} old`;
-    return `${shown}: ${error ?? "no reason was told"}`;
+    return `${shown}: ${error ?? "no reason was given"}`;
   }
 }

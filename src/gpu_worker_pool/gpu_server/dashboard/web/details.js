@@ -1,23 +1,23 @@
-// What the stream does not tell: why somebody waits, what holders use, how long trouble has lasted. Asked for besides.
+// Polls what the stream does not send: why requests wait, what holders use, how long a problem has lasted.
 
 import { now } from "./pool_state.js";
 import { ask } from "./server.js";
 
 const ASK_SECONDS = 3;
-/** Large answers are asked for less often: so many bytes are one more second. */
-const BYTES_A_SECOND = 50_000;
+/** Large answers are polled less often: this many bytes add a second. */
+const BYTES_PER_SECOND = 50_000;
 
 export class Details {
   #host;
   #show;
   #timer = null;
-  #isAsking = false;
-  /** Whether something has happened since it was last asked. */
+  #isPolling = false;
+  /** Whether something has happened since the last poll. */
   #isWanted = false;
   #leaseChanges = 0;
   #leasesAt = 0;
 
-  /** `show` is called when an answer to something that happened is there. */
+  /** `show` is called with the answer to a poll that an event caused. */
   constructor(host, show) {
     this.#host = host;
     this.#show = show;
@@ -25,15 +25,15 @@ export class Details {
 
   askSoon() {
     this.#isWanted = true;
-    if (!this.#isAsking) this.#schedule(0.1);
+    if (!this.#isPolling) this.#schedule(0.1);
   }
 
-  /** The stream told of all of them: there is no need to ask at once. */
-  leasesWereTold() {
+  /** The stream sent all leases: there is no need to poll at once. */
+  leasesWereSent() {
     this.#leasesAt = now();
   }
 
-  /** An answer that is on its way may not know it yet. */
+  /** An answer that is on its way may be older than the change. */
   leasesHaveChanged() {
     this.#leaseChanges += 1;
   }
@@ -44,9 +44,9 @@ export class Details {
   }
 
   async #ask() {
-    if (this.#isAsking) return;
+    if (this.#isPolling) return;
     const isForAnEvent = this.#isWanted;
-    this.#isAsking = true;
+    this.#isPolling = true;
     this.#isWanted = false;
     const host = this.#host;
     let bytes = 0;
@@ -55,17 +55,17 @@ export class Details {
         bytes = (await this.#askForQueue()) + (await this.#askForLeases());
         await this.#askForHealth();
         host.detailsProblem = null;
-        // Else the next reading shows it, too.
+        // Otherwise the next reading shows it.
         if (isForAnEvent) this.#show();
       }
     } catch (error) {
-      // The stream notices that nobody is there, and says so. If it goes on, it has what a browser spares one server.
+      // The stream reports a server that is down. If the stream works, all other connections of the browser are in use.
       if (error.name === "TimeoutError") {
-        host.detailsProblem = "no answer to what was asked; perhaps too many pages of this server are open in this browser";
+        host.detailsProblem = "no answer; perhaps too many pages of this server are open in this browser";
       }
     } finally {
-      this.#isAsking = false;
-      this.#schedule(this.#isWanted ? 0.5 : ASK_SECONDS + bytes / BYTES_A_SECOND);
+      this.#isPolling = false;
+      this.#schedule(this.#isWanted ? 0.5 : ASK_SECONDS + bytes / BYTES_PER_SECOND);
     }
   }
 
@@ -84,7 +84,7 @@ export class Details {
     this.#leasesAt = now();
     const before = this.#leaseChanges;
     const { status, body, bytes } = await ask("leases");
-    // What the stream told meanwhile is newer.
+    // Changes that the stream sent in the meantime are newer.
     if (status === 200 && before === this.#leaseChanges) host.takeLeases(body.leases);
     if (status === 503 && host.ledgerProblem !== null) host.ledgerProblem = body?.detail ?? host.ledgerProblem;
     return bytes;
@@ -93,9 +93,9 @@ export class Details {
   async #askForHealth() {
     const host = this.#host;
     if (host.health.status === null || host.health.status === "healthy") return;
-    // The stream told why it began; how long it has lasted, changes.
+    // The stream sent the cause once; the time that it has lasted grows.
     const { body } = await ask("health");
-    // That it has ended, the stream tells, as well.
+    // The stream reports the end.
     if (body?.status === host.health.status) host.health = body;
   }
 }

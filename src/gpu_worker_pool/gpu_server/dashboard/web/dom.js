@@ -1,4 +1,4 @@
-// Elements, made and changed without markup: whatever anybody called a worker or a GPU, it can only ever be text.
+// Makes and changes elements without markup, so that names from the server can only ever be text.
 
 export function byId(id) {
   return document.getElementById(id);
@@ -20,8 +20,8 @@ export function makeButton(text, onClick) {
 }
 
 /**
- * phrase`Release ${gpus} of ${name}?`: texts and elements, one element for each value, so that letters which run from
- * right to left, and signs that turn the direction, rearrange none of the words around them. A phrase in it stays one.
+ * phrase`Release ${gpus} of ${name}?`: texts and elements, one element for each value, so that right-to-left text in a
+ * value does not rearrange the words around it. Phrases can be nested.
  */
 export function phrase(words, ...values) {
   return words.flatMap((text, i) => (i < values.length ? [text, ...isolated(values[i])] : [text]));
@@ -32,7 +32,7 @@ function isolated(value) {
   return value === "" ? [] : [make("bdi", "", String(value))];
 }
 
-/** A text or a phrase. Touches the page only where something changes: most of it stays as it is from second to second. */
+/** `words` is a text or a phrase. Touches the page only if it changes. */
 export function setText(element, words) {
   const parts = Array.isArray(words) ? words : [words];
   const text = parts.map((part) => part.textContent ?? part).join("");
@@ -55,8 +55,8 @@ export function setHidden(element, isHidden) {
 }
 
 /**
- * One child of `parent` for each item, in their order, kept while its key is there. `views` is a Map that the caller
- * keeps; `create(item)` makes `{ element, update(item) }`, and perhaps `remove()`.
+ * Shows one child of `parent` for each item, in their order, and reuses it while its key exists. `views` is a Map that
+ * the caller stores; `create(item)` makes `{ element, update(item) }`, and perhaps `remove()`.
  */
 export function showEach(parent, views, items, keyOf, create) {
   const keys = new Set();

@@ -1,4 +1,4 @@
-// One GPU: what it is, what it does, and who has it.
+// The card of one GPU: model, load, and holders.
 
 import { make, setAttribute, setHidden, setText, showEach } from "./dom.js";
 import { GPUChart } from "./gpu_chart.js";
@@ -6,9 +6,9 @@ import { HolderLine } from "./holder_line.js";
 import { devicesOf, now } from "./pool_state.js";
 import { count, degrees, gibibytes, percent, watts } from "./words.js";
 
-/** Numbers of many GPUs change less often than their bars: letters have to be set, bars only to be moved. */
+/** With many GPUs, texts change less often than bars: changing a text costs more than moving a bar. */
 const CROWDED_MILLISECONDS = 1800;
-/** Nobody sees it, but somebody may be read to. */
+/** Cards outside the window: for screen readers. */
 const UNSEEN_MILLISECONDS = 5000;
 
 export class GPUCard {
@@ -49,7 +49,7 @@ export class GPUCard {
       this.compute.move(row.utilization_percent);
     }
     this.chart.update(gpu.chart, host);
-    // Whoever gets it or gives it back is told at once, wherever it is on the page.
+    // Grants and releases are shown at once, wherever the card is on the page.
     const signature = `${condition.word} ${this.release.isPossible()} ${leases.map((lease) => lease.lease_id)}`;
     const rest = !this.chart.isVisible ? UNSEEN_MILLISECONDS : isCrowded ? CROWDED_MILLISECONDS : 0;
     if (signature === this.#signature && now() - this.#writtenAt < rest) return;
@@ -72,7 +72,7 @@ export class GPUCard {
     this.memory.mark(promised !== null && memory.total_mb ? (100 * promised) / memory.total_mb : null);
     this.compute.write(row.utilization_percent, percent(row.utilization_percent));
     setText(this.facts, facts(row, isCrowded));
-    const why = condition.kind === "free" ? "Nobody holds it." : condition.why;
+    const why = condition.kind === "free" ? "Not leased." : condition.why;
     setText(this.why, why);
     setHidden(this.why, why === "");
     showEach(this.holderList, this.#holders, leases, (lease) => lease.lease_id, () => new HolderLine(this.release));
@@ -94,7 +94,7 @@ class Bar {
     setAttribute(this.track, "aria-valuemin", "0");
     setAttribute(this.track, "aria-valuemax", "100");
     const label = make("span", "label", name);
-    // The track says it all to those who listen.
+    // Screen readers read the track.
     for (const each of [label, this.value]) setAttribute(each, "aria-hidden", "true");
     this.element = make("p", "bar", label, this.track, this.value);
     this.shown = undefined;
@@ -115,7 +115,7 @@ class Bar {
     setAttribute(this.track, "aria-valuetext", text.includes("–") ? "not known" : text.replace("/", "of"));
   }
 
-  /** Up to where memory is promised. */
+  /** Marks how much memory is promised to holders. */
   mark(percentage) {
     const isShown = percentage !== null;
     setHidden(this.promise, !isShown);
@@ -126,7 +126,7 @@ class Bar {
   }
 }
 
-/** What is promised of this GPU in all; who named no amount was promised the whole. */
+/** How much memory of this GPU is promised to holders; a lease without an amount has the whole GPU. */
 function promisedMegabytes(leases, row) {
   if (leases.length === 0) return null;
   const wholes = leases.flatMap((lease) => {
@@ -136,21 +136,21 @@ function promisedMegabytes(leases, row) {
   return wholes.reduce((sum, each) => sum + each, 0);
 }
 
-/** What each of several uses cannot be told from what the others use. */
+/** With several holders, only their total use is known. */
 function together(leases, promised) {
   const used = Math.max(...leases.map((lease) => lease.memory_used_mb ?? NaN));
   return Number.isFinite(used) ? `Together they use ${gibibytes(used)} of ${gibibytes(promised)} GiB promised` : "";
 }
 
-/** Where many have to fit, without what never changes. */
+/** `isShort`: without the power limit, which never changes. */
 function facts(row, isShort) {
   const found = [degrees(row.temperature_c), watts(row.power?.draw_w, isShort ? null : row.power?.limit_w)];
   if (row.mig_devices?.length) found.push(count(row.mig_devices.length, "MIG device", "MIG devices"));
-  found.push(row.processes ? count(row.processes.length, "process", "processes") : "processes not seen");
+  found.push(row.processes ? count(row.processes.length, "process", "processes") : "processes not visible");
   return found.join(" · ");
 }
 
-/** People know what NVIDIA is. */
+/** Without the vendor. */
 function shortened(name) {
   return (name ?? "unknown").replace(/^NVIDIA (GeForce )?/, "");
 }

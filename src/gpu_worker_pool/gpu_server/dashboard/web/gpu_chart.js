@@ -1,13 +1,13 @@
-// The small chart of one GPU: compute and memory of the last readings, drawn only while it can be seen.
+// The small chart of one GPU: compute and memory of the last readings, drawn only while it is visible.
 
 import { setAttribute } from "./dom.js";
 
-/** How often the words for those who do not see it are renewed. */
+/** How often the description for screen readers is updated. */
 const WORDS_MILLISECONDS = 10_000;
 
 const colours = { compute: "", computeFill: "", memory: "", line: "" };
 const charts = new Set();
-/** Many charts are drawn less often: a second in ninety is less than a point wide. */
+/** Many charts are drawn less often: one second is less than a pixel wide. */
 const MANY_CHARTS = 24;
 const MANY_MILLISECONDS = 1800;
 

@@ -1,10 +1,10 @@
-// Which of a few conditions a GPU is in, and why: what the card says in one word, and what the numbers above count.
+// The condition of a GPU and its reason: one word on the card, which the totals count.
 
 import { phrase } from "./dom.js";
 import { count, duration } from "./words.js";
 import { devicesOf, now } from "./pool_state.js";
 
-/** `{ host, gpus, error }`: its GPUs as `{ gpu, leases, condition }`, or what kept them from being told. */
+/** `{ host, gpus, error }`: the GPUs of a host as `{ gpu, leases, condition }`, or the error in its data. */
 export function seenOf(host) {
   try {
     return { host, gpus: conditionsOf(host), error: null };
@@ -21,18 +21,18 @@ function conditionsOf(host) {
   });
 }
 
-/** `kind` is one of free, held, outside, trouble; `word` is for people, `why`, a text or a phrase, perhaps empty. */
+/** `kind` is one of free, held, outside, trouble; `why` is a text or a phrase, perhaps empty. */
 function conditionOf(gpu, leases, host) {
   const row = gpu.row;
   if (gpu.missingSince !== null) {
-    return trouble("Missing", `not among the last readings, for ${duration((now() - gpu.missingSince) / 1000)}`);
+    return trouble("Missing", `missing from the readings for ${duration((now() - gpu.missingSince) / 1000)}`);
   }
   if (row.fault) return trouble("Fault", row.fault);
   const quarantined = leases.find((lease) => lease.quarantine || lease.state === "quarantined");
   if (quarantined) {
     const { reason, seconds } = quarantined.quarantine ?? { reason: "its holder has lost it", seconds: 0 };
     const since = (seconds ?? 0) + (now() - (quarantined.seenAt ?? now())) / 1000;
-    return trouble("Quarantined", phrase`for ${duration(since)}: ${reason ?? "no reason was told"}`);
+    return trouble("Quarantined", phrase`for ${duration(since)}: ${reason ?? "no reason was given"}`);
   }
   if (leases.length > 0) {
     if (leases.every((lease) => lease.state === "offered")) return { kind: "held", word: "Offered", why: "" };
@@ -45,9 +45,9 @@ function conditionOf(gpu, leases, host) {
     const isShared = leases.some((lease) => lease.share);
     return { kind: "held", word: isShared ? "Shared" : "Held", why: staleness(host) };
   }
-  if (host.isStale) return trouble("Stale", staleness(host) || "nothing is known of it yet");
-  if (host.ledgerProblem !== null) return trouble("Unknown", "whether somebody holds it cannot be told");
-  if (!Array.isArray(row.obstacles)) return trouble("Unknown", "its server does not say whether it can be had");
+  if (host.isStale) return trouble("Stale", staleness(host) || "not read yet");
+  if (host.ledgerProblem !== null) return trouble("Unknown", "its leases are unknown");
+  if (!Array.isArray(row.obstacles)) return trouble("Unknown", "its server does not report whether it is free");
   if (row.obstacles.length > 0) return { kind: "outside", word: "In use", why: outsiders(row) };
   return { kind: "free", word: "Free", why: row.processes?.length > 0 ? outsiders(row) : "" };
 }
@@ -62,9 +62,9 @@ function staleness(host) {
   return `last read ${duration(age)} ago`;
 }
 
-/** Who is on a GPU that nobody was promised. */
+/** Which processes use a GPU without a lease. */
 function outsiders(row) {
-  if (row.leases?.length > 0) return "given back a moment ago, and not read since";
+  if (row.leases?.length > 0) return "released a moment ago, not read since";
   const processes = row.processes ?? [];
   if (processes.length === 0) return `without a lease: ${row.obstacles[0]}`;
   const names = processes.slice(0, 2).map((process) => {

@@ -1,4 +1,4 @@
-// One holder of a GPU: who, since when, and what it makes of what it was promised.
+// One holder of a GPU: who, since when, and how much of its memory it uses.
 
 import { make, makeButton, setAttribute, setHidden, setText } from "./dom.js";
 import { devicesOf, secondsSince } from "./pool_state.js";
@@ -32,7 +32,7 @@ export class HolderLine {
     setAttribute(this.facts, "title", `since ${momentOf(lease.since)}`);
     setText(this.label, lease.label ?? "");
     setHidden(this.label, !lease.label);
-    // Where many have to fit, it may be cut off.
+    // With many GPUs, the text may be cut off.
     setAttribute(this.who, "title", [nameOf(lease), lease.label].filter(Boolean).join(" · "));
     setText(this.button, lease.state === "quarantined" ? "End the quarantine…" : "Release…");
     const isIdle = lease.is_idle === true;
@@ -56,12 +56,12 @@ export class HolderLine {
   }
 }
 
-/** The same with each driver: older ones put the GPU's UUID first, and the same for all, and the device's numbers last. */
+/** Older drivers name devices by the GPU's UUID and numbers at the end; those are shown in full. */
 function deviceName({ name, uuid }) {
   return `${name ?? "MIG"} (${uuid.includes("/") ? uuid : uuid.slice(0, 12)})`;
 }
 
-/** Used of what was promised; of a lease of several GPUs, of all of them together. */
+/** Used of promised memory, of all GPUs of the lease together. */
 function use(lease, totalMegabytes, isAlone) {
   const each = lease.memory_mb ?? totalMegabytes;
   if (each === null || each === undefined) return "";

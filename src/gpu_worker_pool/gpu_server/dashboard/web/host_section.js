@@ -1,10 +1,10 @@
-// One host: its name and health where there are several, and its GPUs.
+// One host: its GPUs, and its name and health if there are several hosts.
 
 import { make, setAttribute, setHidden, setText, showEach } from "./dom.js";
 import { GPUCard } from "./gpu_card.js";
 import { age as ageOf, count } from "./words.js";
 
-/** Up to so many are shown large. */
+/** Up to this many are shown large. */
 const FEW_GPUS = 8;
 let sections = 0;
 
@@ -28,7 +28,7 @@ export class HostSection {
     setAttribute(this.element, "aria-labelledby", this.title.id);
   }
 
-  /** What cannot be drawn of one host keeps no other from being drawn. */
+  /** An error in the data of one host does not affect the others. */
   update(item) {
     setText(this.name, item.host.name);
     setAttribute(this.element, "data-host", item.host.name);
@@ -36,7 +36,7 @@ export class HostSection {
       if (item.error !== null) throw item.error;
       this.#draw(item);
     } catch (error) {
-      setText(this.problem, `What this host says cannot be shown: ${error.message}`);
+      setText(this.problem, `This host sent data that cannot be shown: ${error.message}`);
       setHidden(this.problem, false);
     }
   }
@@ -49,7 +49,7 @@ export class HostSection {
     setAttribute(this.health, "data-kind", kind);
     setText(this.healthText, text);
     setText(this.problem, problem);
-    // Of the only one it stands above all.
+    // The problem of a single host is shown at the top.
     setHidden(this.problem, problem === "" || isAlone);
     const nothing = host.readAt === null ? "" : "This host shows no GPU.";
     setText(this.empty, nothing);
@@ -66,15 +66,15 @@ function healthOf(host) {
   const age = host.ageSeconds();
   const old = age === null ? "no readings yet" : ageOf(age);
   if (host.problem !== null) return { kind: "trouble", text: `Not reachable, ${old}`, problem: host.problem };
-  if (host.readAt === null && host.health.status === null) return { kind: "asking", text: "Asking…", problem: "" };
+  if (host.readAt === null && host.health.status === null) return { kind: "asking", text: "Connecting…", problem: "" };
   const { status, error } = host.health;
   if (status === "degraded" || status === "unhealthy") {
     const word = status === "degraded" ? "Degraded" : "Unhealthy";
-    return { kind: "trouble", text: `${word}, ${old}`, problem: error ?? "no reason was told" };
+    return { kind: "trouble", text: `${word}, ${old}`, problem: error ?? "no reason was given" };
   }
   if (host.isStale) return { kind: "trouble", text: `Stale, ${old}`, problem: "" };
   if (host.ledgerProblem !== null) {
-    return { kind: "trouble", text: `Leases unknown, ${old}`, problem: `Who holds what cannot be told: ${host.ledgerProblem}` };
+    return { kind: "trouble", text: `Leases unknown, ${old}`, problem: `The leases are unknown: ${host.ledgerProblem}` };
   }
   return { kind: "fine", text: `Healthy, ${count(host.gpus.size, "GPU", "GPUs")}`, problem: "" };
 }

@@ -1,4 +1,4 @@
-// The page: what comes from the server goes into the hosts' state, and the state is shown.
+// The page: puts what the server sends into the state of the hosts, and shows that state.
 
 import { makeRelease, makeRemoval, offerAdministration } from "./admin.js";
 import { Connection } from "./connection.js";
@@ -14,9 +14,9 @@ import { address, askQuietly } from "./server.js";
 import { openStream } from "./stream.js";
 import { countAll, showTotals } from "./totals.js";
 
-/** Of all GPUs together: the more there are, the less is asked for of each, so that the page begins at once. */
+/** Of all GPUs together: with more GPUs, fewer readings of each are loaded, so that the page starts quickly. */
 const MOST_READINGS = 2400;
-/** More than so many are shown small. */
+/** More than this many are shown small. */
 const MANY_GPUS = 24;
 const LIVING = new Set(["granted", "offered", "held", "quarantined", "idle"]);
 
@@ -28,14 +28,14 @@ const sections = new Map();
 const release = makeRelease(say);
 const removal = makeRemoval(say);
 
-// --- showing: at most once a frame, and once a second for what grows older ---
+// --- showing: at most once per frame, and at least once per second, as ages grow ---
 
 let isDue = false;
 let shownAt = 0;
-let isResting = false;
+let isPaused = false;
 
 function show() {
-  // No frame is drawn in a tab that nobody sees, but its title is seen.
+  // A hidden tab draws no frames, but its title is visible.
   if (document.visibilityState === "hidden") showTitle(countAll([own, ...others].map(seenOf)));
   if (isDue) return;
   isDue = true;
@@ -58,14 +58,14 @@ function show() {
   });
 }
 
-/** A page that rests knows no number. */
+/** A page that is paused has no present numbers. */
 function showTitle(totals) {
   const name = others.length === 0 ? own.name : "GPU pool";
-  const title = isResting ? name : `${totals.free}/${totals.gpus} free · ${name}`;
+  const title = isPaused ? name : `${totals.free}/${totals.gpus} free · ${name}`;
   if (document.title !== title) document.title = title;
 }
 
-/** With a reading a second there is no need to. */
+/** With a reading per second there is no need to. */
 setInterval(() => {
   if (now() - shownAt > (own.intervalSeconds <= 1 ? 1500 : 900)) show();
 }, 1000);
@@ -85,7 +85,7 @@ function tellFaults() {
     if (fault === before) continue;
     faults.set(gpu.key, fault);
     const name = `GPU ${gpu.row.gpu_id}`;
-    if (fault === null) addEvent("free", "Well", `${name} can be used again`);
+    if (fault === null) addEvent("free", "OK", `${name} can be used again`);
     else addEvent("trouble", gpu.missingSince !== null ? "Missing" : "Fault", phrase`${name}: ${fault}`);
   }
 }
@@ -96,7 +96,7 @@ openStream({
     if (isBack) {
       addEvent("free", "Connected", "to the server again");
       say("Connected again.");
-      // What happened meanwhile is in the history.
+      // The history has the readings of the meantime.
       loadHistory();
     }
     show();
@@ -104,23 +104,23 @@ openStream({
   disconnected() {
     connection.disconnected();
     addEvent("trouble", "Disconnected", "from the server");
-    say("Disconnected from the server. What is shown grows old.");
+    say("Disconnected from the server. The readings are getting old.");
     show();
   },
-  rests() {
-    isResting = true;
+  paused() {
+    isPaused = true;
     show();
   },
-  rested() {
-    isResting = false;
+  resumed() {
+    isPaused = false;
     connection.disconnected();
-    addEvent("waiting", "Rested", "while nobody looked at this page");
+    addEvent("waiting", "Paused", "while this page was hidden");
     show();
   },
   snapshot(stats) {
     const isFirst = own.readAt === null;
     own.takeStats(stats);
-    // Null is not the same as none.
+    // Null means unknown, not none.
     if (!stats.gpus.some((row) => row.leases === null)) own.ledgerProblem = null;
     else if (own.ledgerProblem === null) {
       own.ledgerProblem = "the ledger cannot be read";
@@ -134,12 +134,12 @@ openStream({
     const before = own.health.status;
     own.health = health;
     if (health.status !== "healthy") addEvent("trouble", health.status === "degraded" ? "Degraded" : "Unhealthy", health.error ?? "");
-    else if (before !== null && before !== "healthy") addEvent("free", "Healthy", "the readings can be relied on again");
+    else if (before !== null && before !== "healthy") addEvent("free", "Healthy", "the readings are reliable again");
     show();
   },
   leases({ leases, waiting }) {
     own.takeLeases(leases);
-    details.leasesWereTold();
+    details.leasesWereSent();
     if (waiting === 0) own.takeQueue([]);
     else own.waiting = waiting;
     details.askSoon();
@@ -162,7 +162,7 @@ openStream({
   },
 });
 
-// --- what is asked for besides ---
+// --- further requests ---
 
 async function loadHistory() {
   const limit = Math.max(20, Math.min(90, Math.floor(MOST_READINGS / Math.max(1, own.gpus.size))));

@@ -1,4 +1,4 @@
-// The other hosts of the fleet, as this host's server sees them: the browser asks nobody but it.
+// The other hosts, as this host's server sees them: the browser only connects to this server.
 
 import { phrase } from "./dom.js";
 import { addEvent, addLeaseEvent } from "./event_list.js";
@@ -6,12 +6,12 @@ import { now, Host } from "./pool_state.js";
 import { askQuietly } from "./server.js";
 
 const INTERVAL_SECONDS = 2;
-/** Until the first answers are there. */
+/** Interval until the first answers have arrived. */
 const FIRST_SECONDS = 0.5;
-/** After so long, as when nobody looked, there is something to catch up on. */
+/** After a longer silence, such as a hidden tab, the history is loaded again. */
 const SILENT_SECONDS = 10;
 
-/** Calls `show(hosts)` with all of them whenever something was heard. */
+/** Calls `show(hosts)` with all hosts after every answer. */
 export async function followOtherHosts(show) {
   const hosts = new Map();
   let heardAt = 0;
@@ -24,14 +24,14 @@ export async function followOtherHosts(show) {
       }
       const names = new Set(answer.peers.map((peer) => peer.name));
       for (const name of hosts.keys()) {
-        // This host itself, as it turned out.
+        // It is this host itself.
         if (!names.has(name)) hosts.delete(name);
       }
       const isAfterSilence = now() - heardAt > 1000 * SILENT_SECONDS;
       const isAsking = answer.peers.some((peer) => peer.status === "asking");
       if (!isAsking) heardAt = now();
       show([...hosts.values()]);
-      // What happened meanwhile. Nobody waits for it here: one that is slow would make all the others look old.
+      // Not awaited: one slow host would make all others look old.
       if (isAfterSilence && !isAsking) loadHistories(hosts);
     }
     const seconds = heardAt === 0 ? FIRST_SECONDS : INTERVAL_SECONDS;
@@ -51,12 +51,12 @@ function newHost(peer) {
 function take(host, peer) {
   const wasReachable = host.problem === null;
   host.problem = peer.status === "silent" ? peer.problem : null;
-  if (wasReachable && host.problem !== null) addEvent("trouble", "Silent", phrase`${host.name}: ${host.problem}`);
+  if (wasReachable && host.problem !== null) addEvent("trouble", "Unreachable", phrase`${host.name}: ${host.problem}`);
   if (!wasReachable && host.problem === null) addEvent("free", "Back", phrase`${host.name} answers again`);
   if (host.problem !== null || peer.health === undefined) return;
   host.health = peer.health;
   const age = (peer.sample_age_seconds ?? 0) + (peer.answered_seconds_ago ?? 0);
-  // What it said before is said again until it was asked again.
+  // The server repeats the last answer until the next one.
   if (host.saidAt !== undefined && Math.abs(now() - peer.answered_seconds_ago * 1000 - host.saidAt) < 300) return;
   host.saidAt = now() - peer.answered_seconds_ago * 1000;
   if (peer.sample_age_seconds !== null) host.takeStats({ gpus: peer.gpus, sample_age_seconds: age });
@@ -66,7 +66,7 @@ function take(host, peer) {
   host.takeQueue(peer.queue, peer.waiting);
 }
 
-/** It has no stream here: what came and went is seen by comparing. */
+/** There is no stream of other hosts: leases are compared with the previous answer. */
 function tellLeases(host, rows) {
   if (host.leases === null || rows === null) return;
   if (host.hasBeenSeen) {

@@ -1,13 +1,13 @@
-// What is known of the hosts: their GPUs, leases and queues, and since when. It knows nothing of how that is shown.
+// The state of the hosts: their GPUs, leases and queues. It does not know how they are shown.
 
 const CHART_POINTS = 90;
-/** Where a gap begins, so long after what was last read. */
+/** A gap in the chart begins this long after the last reading. */
 const GAP_SECONDS = 0.001;
-/** So many seconds of silence are usual: longer ones are a gap in the chart, and make what is shown stale. */
+/** After more intervals without a reading, the chart has a gap, and the host is stale. */
 const USUAL_INTERVALS = 3;
 
 export function now() {
-  // Not the time since the page was opened: that stands still while a laptop sleeps.
+  // Not `performance.now()`, which stands still while a laptop sleeps.
   return Date.now();
 }
 
@@ -23,17 +23,17 @@ export class Host {
     this.url = url;
     this.intervalSeconds = intervalSeconds;
     this.health = { status: null, error: null };
-    /** Why nothing is heard from it; null while something is. */
+    /** Why it is not reachable; null while it is. */
     this.problem = null;
     /** When the newest readings were taken, in milliseconds of this browser's clock; null before the first. */
     this.readAt = null;
     /** By key: `{ key, row, chart, missingSince }`. */
     this.gpus = new Map();
-    /** By id, with `since`: when it was granted. Null where this host cannot tell. */
+    /** By id, with `since`: when it was granted. Null if unknown. */
     this.leases = new Map();
-    /** Why nobody knows who holds what; null while it is known. */
+    /** Why the leases are unknown; null while they are known. */
     this.ledgerProblem = null;
-    /** Why what the stream does not tell is not known; null while it is. */
+    /** Why the details are unknown; null while they are known. */
     this.detailsProblem = null;
     this.queue = [];
     this.waiting = 0;
@@ -47,7 +47,7 @@ export class Host {
     return this.readAt === null ? null : Math.max(0, (now() - this.readAt) / 1000);
   }
 
-  /** Whether what is shown of its GPUs may not be true any more. */
+  /** Whether its readings are too old. */
   get isStale() {
     const age = this.ageSeconds();
     const usual = Math.max(5, USUAL_INTERVALS * this.intervalSeconds + 2);
@@ -74,17 +74,17 @@ export class Host {
     }
   }
 
-  /** What `/gpu/history` told, put where nothing was seen. */
+  /** Fills the gaps of the charts from `/gpu/history`. */
   takeHistory(history) {
     const newest = now() / 1000 - (history.sample_age_seconds ?? 0);
     for (const past of history.gpus ?? []) {
       const gpu = this.gpus.get(gpuKey(past));
       const readings = past.readings ?? [];
       if (gpu === undefined || readings.length === 0) continue;
-      // Only differences count: the server's clock, and its zone, may be any.
+      // Only differences count: the server's clock and time zone may differ.
       const last = Date.parse(readings.at(-1).timestamp);
       const live = gpu.chart.readings();
-      const told = readings
+      const loaded = readings
         .map((reading) => ({
           at: newest - (last - Date.parse(reading.timestamp)) / 1000,
           utilization: reading.utilization_percent,
@@ -92,7 +92,7 @@ export class Host {
         }))
         .filter(({ at }) => Number.isFinite(at) && !live.some((seen) => Math.abs(seen.at - at) < this.intervalSeconds / 2));
       gpu.chart = new Chart();
-      for (const { at, utilization, memory } of [...told, ...live].sort((one, other) => one.at - other.at)) {
+      for (const { at, utilization, memory } of [...loaded, ...live].sort((one, other) => one.at - other.at)) {
         gpu.chart.add(at, utilization, memory, this);
       }
     }
@@ -115,7 +115,7 @@ export class Host {
     this.waiting = waiting;
   }
 
-  /** By GPU, its leases; MIG devices count as the GPU they are part of. */
+  /** The leases by GPU; MIG devices count as their GPU. */
   leasesByGPU() {
     const parents = new Map();
     for (const gpu of this.gpus.values()) {
@@ -133,7 +133,7 @@ export class Host {
   }
 }
 
-/** The MIG devices of this GPU that a lease is of; none of a whole one. */
+/** The MIG devices of this GPU that a lease holds; empty for a lease of whole GPUs. */
 export function devicesOf(lease, row) {
   const held = new Set((lease.gpus ?? []).map((gpu) => gpu.uuid));
   return (row.mig_devices ?? []).filter((device) => device.uuid && held.has(device.uuid));
@@ -143,12 +143,12 @@ function withSince(row) {
   return { ...row, seenAt: now(), since: before(row.held_seconds) };
 }
 
-/** The moment so many seconds ago; null where it is not known how many. */
+/** The moment `seconds` ago; null if unknown. */
 function before(seconds) {
   return seconds === null || seconds === undefined ? null : now() - seconds * 1000;
 }
 
-/** How long ago that was; null where it is not known. */
+/** How long ago that was; null if unknown. */
 export function secondsSince(moment) {
   return moment === null ? null : (now() - moment) / 1000;
 }
@@ -162,7 +162,7 @@ class Chart {
   add(at, utilization, memory, host) {
     const last = this.times.at(-1);
     if (last !== undefined && at <= last) return;
-    // Where nothing was read for a while, nothing is drawn.
+    // A gap in the readings is a gap in the chart.
     if (last !== undefined && at - last > USUAL_INTERVALS * host.intervalSeconds + 1) this.#push(last + GAP_SECONDS, null, null);
     this.#push(at, utilization ?? null, memory ?? null);
     while (this.times[1] < at - host.chartSeconds || this.times.length > 2 * CHART_POINTS) {
@@ -172,7 +172,7 @@ class Chart {
     }
   }
 
-  /** What was read, without the gaps. */
+  /** The readings without the gaps. */
   readings() {
     return this.times
       .map((at, i) => ({ at, utilization: this.utilization[i], memory: this.memory[i] }))

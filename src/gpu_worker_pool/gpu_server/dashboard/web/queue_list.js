@@ -1,4 +1,4 @@
-// Who waits, for what, for how long, and why, GPU by GPU.
+// The queue: who waits, for how long, and why, GPU by GPU.
 
 import { byId, make, makeButton, phrase, setAttribute, setHidden, setText, showEach } from "./dom.js";
 import { secondsSince } from "./pool_state.js";
@@ -6,7 +6,7 @@ import { count, duration, nameOf } from "./words.js";
 
 const views = new Map();
 
-/** The first so many are listed; the number above is of all. */
+/** At most this many are listed; the number above counts all. */
 const MOST_LISTED = 100;
 
 export function showQueue(hosts, removal) {
@@ -15,7 +15,7 @@ export function showQueue(hosts, removal) {
   const items = hosts.flatMap((host) => host.queue.map((row, i) => ({ row, host, isAlone, isFirst: i === 0 })));
   setText(byId("queue-count"), waiting > 0 ? String(waiting) : "");
   const isListed = items.length > 0 || waiting === 0;
-  setText(byId("queue-empty"), isListed ? "Nobody waits." : `${count(waiting, "waits", "wait")}; who, is not known yet.`);
+  setText(byId("queue-empty"), isListed ? "No requests are waiting." : `${count(waiting, "request waits", "requests wait")}; loading the list…`);
   setHidden(byId("queue-empty"), items.length > 0);
   showEach(
     byId("queue"), views, items.slice(0, MOST_LISTED),
@@ -37,11 +37,11 @@ class WaiterLine {
     this.time = make("span", "time");
     this.summary = make("p", "summary");
     this.gpus = make("ul", "reasons");
-    // It scrolls, and so must do by keyboard.
+    // It scrolls, also by keyboard.
     this.gpus.tabIndex = 0;
     this.reasonsTitle = make("summary", "", "GPU by GPU");
     this.details = make("details", "", this.reasonsTitle, this.gpus);
-    // What the next one waits for is what people look for.
+    // The reasons of the next request are unfolded.
     this.details.open = isOpen;
     this.details.addEventListener("toggle", () => this.#showReasons());
     this.button = makeButton("Remove…", () => removal.ask(this.#row));
@@ -52,7 +52,7 @@ class WaiterLine {
     );
   }
 
-  /** What is folded away is not kept up to date. */
+  /** Folded reasons are not updated. */
   #showReasons() {
     if (!this.details.open) return;
     const reasons = (this.#row.reasons ?? []).slice(1).map((text, i) => ({ text, i }));

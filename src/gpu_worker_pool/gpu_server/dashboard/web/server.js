@@ -1,21 +1,21 @@
-// Asking the server that this page came from, and no other.
+// Requests to the server that this page came from.
 
 /** Where its routes begin, also behind a proxy that adds a path: this file is at dashboard/files/server.js. */
 const ROOT = new URL("../../", import.meta.url);
 
-const PATIENCE_MILLISECONDS = 10_000;
+const TIMEOUT_MILLISECONDS = 10_000;
 
 export function address(path) {
   return new URL(path, ROOT).href;
 }
 
-/** What it says, as `{ status, body, bytes }`; throws where it says nothing in time. */
+/** The answer as `{ status, body, bytes }`; throws if there is none in time. */
 export async function ask(path, options = {}) {
   const response = await fetch(address(path), {
     cache: "no-store",
     credentials: "same-origin",
     redirect: "error",
-    signal: AbortSignal.timeout(PATIENCE_MILLISECONDS),
+    signal: AbortSignal.timeout(TIMEOUT_MILLISECONDS),
     ...options,
   });
   const text = await response.text();
@@ -28,7 +28,7 @@ export async function ask(path, options = {}) {
   return { status: response.status, body, bytes: text.length };
 }
 
-/** The body of a good answer, or null: for what can be shown without. */
+/** The body of a good answer, or null: for optional data. */
 export async function askQuietly(path) {
   try {
     const answer = await ask(path);

@@ -1,14 +1,14 @@
-// The one stream of the page, `/events`: kept open, opened again when it breaks, and doubted when it is silent.
+// The stream of the page, `/events`: opened again when it breaks, and checked when it is silent.
 
 import { address, ask } from "./server.js";
 
 const RETRY_MILLISECONDS = [500, 1000, 2000, 4000];
-/** A connection may die without a word: then it is asked whether anybody is there. */
+/** A connection may die unnoticed: after this silence, the server is asked whether it is up. */
 const SILENT_MILLISECONDS = 10_000;
 const UNSEEN_MILLISECONDS = 60_000;
 const NAMES = ["snapshot", "health", "leases", "lease", "queue"];
 
-/** `handlers` has a function for each of NAMES, and `connected()`, `disconnected()`; `rests()` while nobody looks, then `rested()`. */
+/** `handlers` has a function for each of NAMES, and `connected()`, `disconnected()`; `paused()` while the page is hidden, then `resumed()`. */
 export function openStream(handlers) {
   let source = null;
   let failures = 0;
@@ -50,20 +50,20 @@ export function openStream(handlers) {
         handlers[name](JSON.parse(event.data));
       });
     }
-    // The browser would try again by itself, but not after every kind of failure, nor say when.
+    // The browser reconnects by itself, but not after every failure, and does not say when.
     opened.addEventListener("error", () => {
       if (opened === source) lose();
     });
   }
 
-  async function doubt() {
+  async function checkSilence() {
     if (source === null || Date.now() - heardAt < SILENT_MILLISECONDS) return;
     const asked = source;
     const before = heardAt;
     try {
       const answer = await ask("health");
-      if (answer.status >= 500) throw new Error("it is not there");
-      // It lives. Either it has nothing to say, as there was no reading for so long; or nothing comes through.
+      if (answer.status >= 500) throw new Error("server error");
+      // The server is up. Either it has nothing to send, as there was no reading; or the connection is broken.
       if (asked === source && before === heardAt) {
         const hasNews = answer.body?.sample_age_seconds * 1000 < Date.now() - before - 2000;
         if (!isConnected || hasNews) lose();
@@ -74,27 +74,27 @@ export function openStream(handlers) {
     }
   }
 
-  // A browser gives one server few connections: a page that nobody has seen for a while keeps none of them.
-  let rest = null;
-  let isResting = false;
+  // A browser allows few connections per server: a page that has been hidden for a while uses none.
+  let pause = null;
+  let isPaused = false;
   document.addEventListener("visibilitychange", () => {
-    clearTimeout(rest);
+    clearTimeout(pause);
     if (document.visibilityState === "hidden") {
-      rest = setTimeout(() => {
+      pause = setTimeout(() => {
         close();
         isConnected = false;
-        isResting = true;
-        handlers.rests();
+        isPaused = true;
+        handlers.paused();
       }, UNSEEN_MILLISECONDS);
-    } else if (isResting) {
-      isResting = false;
-      handlers.rested();
+    } else if (isPaused) {
+      isPaused = false;
+      handlers.resumed();
       open();
     }
   });
   window.addEventListener("online", () => {
-    if (!isConnected && !isResting) open();
+    if (!isConnected && !isPaused) open();
   });
-  setInterval(doubt, 2000);
+  setInterval(checkSilence, 2000);
   open();
 }

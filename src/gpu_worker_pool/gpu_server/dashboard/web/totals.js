@@ -1,4 +1,4 @@
-// The numbers to be read from across the room.
+// The totals, large enough to be read from across the room.
 
 import { byId, make, setAttribute, setText } from "./dom.js";
 
@@ -18,7 +18,7 @@ export function countAll(seen) {
   for (const { host, gpus } of seen) {
     total += gpus.length;
     numbers.waiting += host.waiting;
-    // What it has is not known; that it is in trouble, is.
+    // Its GPUs are unknown; it counts as one problem.
     if (host.problem !== null && gpus.length === 0) numbers.trouble += 1;
     for (const { condition } of gpus) numbers[condition.kind] += 1;
   }

@@ -1,4 +1,4 @@
-// Numbers as people read them. What is not known is a dash, never a zero.
+// Numbers and names as texts. An unknown value is a dash, never a zero.
 
 const UNKNOWN = "–";
 
@@ -53,13 +53,13 @@ const dayAndClock = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", ti
 
 export function momentOf(milliseconds) {
   if (milliseconds === null || Number.isNaN(new Date(milliseconds).getTime())) return UNKNOWN;
-  // To the second it is never the same twice, seen from here.
+  // Rounded, as the clocks of browser and server differ by fractions of a second.
   return dayAndClock.format(1000 * Math.round(milliseconds / 1000));
 }
 
-/** How somebody who holds or waits is called: as they call themselves, else by their user, else by their request. */
+/** The name of a holder or waiter: its worker id, else its user, else its request. */
 export function nameOf(holder) {
-  return holder.worker_id || (holder.user ? `user ${holder.user}` : "") || (holder.request_id || holder.lease_id || "somebody").slice(0, 16);
+  return holder.worker_id || (holder.user ? `user ${holder.user}` : "") || (holder.request_id || holder.lease_id || "unknown").slice(0, 16);
 }
 
 /** "GPU 3" or "GPUs 1, 2 and 5". */

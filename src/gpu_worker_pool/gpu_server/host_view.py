@@ -1,14 +1,15 @@
-"""What the server shows of its host: the newest sample as every route tells it. Belongs to the event loop's thread."""
+"""What the server shows of its host: the newest sample as JSON, and its health. Belongs to the event loop's thread."""
 
 from __future__ import annotations
 
 import json
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpu_worker_pool.api.gpu_rows import count_body, history_row, stats_body, summary_body
 from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.gpu_server.responses import Reply
 from gpu_worker_pool.hardware.readers.nvidia_smi import nvidia_smi_available
 from gpu_worker_pool.hardware.sampler import TAKE_OVER_INTERVALS, LatestSamples
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 Status = Literal["healthy", "degraded", "unhealthy"]
 Kind = Literal["stats", "summary", "count"]
 
-#: However short the interval, this old may a sample be and still be told.
+#: A sample up to this old is shown, however short the interval is.
 USABLE_SECONDS: Final = 15.0
 
 _BODIES: Final[dict[Kind, Callable[[HostSample, Any, Promises], dict[str, Any]]]] = {
@@ -33,14 +34,9 @@ _BODIES: Final[dict[Kind, Callable[[HostSample, Any, Promises], dict[str, Any]]]
 }
 
 
-class Answer(NamedTuple):
-    status: int
-    body: bytes
-
-
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One sample and what is promised, as they are shown. A body is built when it is first asked for, and then kept."""
+    """One sample and its leases. A body is built for the first request and reused for the others."""
 
     sample: HostSample
     visibility: Visibility
@@ -51,7 +47,7 @@ class Shown:
         opening = self._bodies.get(kind)
         if opening is None:
             body = _BODIES[kind](self.sample, self.visibility.gpus, self.see_promises())
-            # Without the last brace: the age comes behind it, anew for everybody who asks.
+            # Without the last brace: each answer adds the present age.
             opening = self._bodies[kind] = _as_bytes(body)[:-1]
         return b'%b,"sample_age_seconds":%.3f}' % (opening, max(now - self.sample.begun_at, 0.0))
 
@@ -62,12 +58,12 @@ class Health:
     #: Why it is not healthy, for people and for programs.
     cause: str | None = None
     code: str | None = None
-    #: Of the newest sample that told something; None before there was one.
+    #: Of the newest good sample; None before there was one.
     sample_age_seconds: float | None = None
 
 
 class HostView:
-    """`see` says what is known at this moment of the sampler, `see_promises` of the ledger, `clock` what time it is."""
+    """`see` returns the state of the sampler, `see_promises` the leases by GPU."""
 
     def __init__(
         self,
@@ -81,7 +77,7 @@ class HostView:
     ) -> None:
         self.filter = VisibilityFilter(visible_devices)
         self.shown: Shown | None = None
-        #: Of every sample that told something, oldest first: the rows of `/gpu/history`, by GPU.
+        #: The rows of `/gpu/history` by GPU, for each good sample, oldest first.
         self.history: deque[dict[str, bytes]] = deque(maxlen=max_history)
         self.nvidia_smi_available = nvidia_smi_available()
         self._see = see
@@ -99,25 +95,23 @@ class HostView:
             self.nvidia_smi_available = nvidia_smi_available()
 
     def promises_changed(self) -> None:
-        """The sample is the same, the bodies are not."""
+        """Discards the bodies: they show the leases as they were."""
         if self.shown is not None:
             self.shown = replace(self.shown, _bodies={})
 
-    # --- what routes ask ---
-
     def usable(self) -> Shown | None:
-        """What is shown, unless it is too old to be told."""
+        """The newest good sample, unless it is too old."""
         shown = self.shown
         is_usable = shown is not None and self._clock() - shown.sample.begun_at <= self._usable_seconds
         return shown if is_usable else None
 
-    def answer(self, kind: Kind) -> Answer:
+    def answer(self, kind: Kind) -> Reply:
         shown = self.usable()
-        return self.problem() if shown is None else Answer(200, shown.body(kind, self._clock()))
+        return self.problem() if shown is None else Reply(200, shown.body(kind, self._clock()))
 
-    def problem(self) -> Answer:
+    def problem(self) -> Reply:
         health = self.health()
-        return Answer(503, json.dumps({"detail": health.cause, "error": health.code}).encode())
+        return Reply(503, json.dumps({"detail": health.cause, "error": health.code}).encode())
 
     def last_sample(self) -> HostSample | None:
         return self._see().last
@@ -127,7 +121,7 @@ class HostView:
         age = None if self.shown is None else max(now - self.shown.sample.begun_at, 0.0)
         status: Status = "degraded" if age is not None and age <= self._usable_seconds else "unhealthy"
         waiting_since = seen.probing_since if seen.last is None else seen.last.begun_at
-        # A driver that always takes its time is slow, not late.
+        # A driver that is always slow is not late.
         usual_seconds = 0.0 if seen.last is None else seen.last.took_seconds
         late_seconds = min(self._expected_seconds + 2 * usual_seconds, self._usable_seconds)
         is_late = waiting_since is not None and now - waiting_since > late_seconds

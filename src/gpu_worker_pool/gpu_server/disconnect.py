@@ -1,11 +1,11 @@
-"""The caller at the other end: what it sends, up to a limit, and whether it is still there while it waits."""
+"""The caller's end of a connection: reads a request body up to a limit, and notices when the caller disconnects."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, Final, Self
 
-from gpu_worker_pool.gpu_server.security import Refusal
+from gpu_worker_pool.gpu_server.responses import Refusal
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -13,33 +13,36 @@ if TYPE_CHECKING:
     from starlette.types import Receive
 
 MOST_BODY_BYTES: Final = 64 * 1024
-#: A caller that is answered sooner is not watched: that would cost more than most answers.
+#: Faster answers are not watched: watching would cost more than most of them.
 WATCH_AFTER_SECONDS: Final = 0.1
-# What is still on its way is not waited for.
-_TOO_LARGE: Final = Refusal(
-    413,
-    "too_large",
-    f"the body is larger than {MOST_BODY_BYTES // 1024} KiB, which no request needs",
-    headers=((b"connection", b"close"),),
-)
 
 
-async def read_body(receive: Receive, declared: bytes | None) -> bytes | Refusal | None:
-    """None if the caller left before it had said all."""
+async def read_body(receive: Receive, declared: bytes | None) -> bytes:
+    """`declared`: the `Content-Length`, if there is one."""
     if declared is not None and not (declared.isdigit() and len(declared) < 10 and int(declared) <= MOST_BODY_BYTES):
-        return _TOO_LARGE
+        raise _too_large()
     chunks: list[bytes] = []
     size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return None
+            raise CallerGoneError
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
         if size > MOST_BODY_BYTES:
-            return _TOO_LARGE
+            raise _too_large()
         if not message.get("more_body", False):
             return b"".join(chunks)
+
+
+def _too_large() -> Refusal:
+    return Refusal(
+        413,
+        "too_large",
+        f"the body is larger than {MOST_BODY_BYTES // 1024} KiB, which no request needs",
+        # The rest of the body is not read.
+        headers=((b"connection", b"close"),),
+    )
 
 
 async def until_gone(receive: Receive) -> None:
@@ -48,7 +51,7 @@ async def until_gone(receive: Receive) -> None:
 
 
 def is_gone(receive: Receive) -> bool:
-    """Whether the connection is known to be closed at this moment."""
+    """Whether the connection is already known to be closed; it does not wait."""
     step = getattr(waiting := receive(), "send", None)
     if step is None:
         return False
@@ -56,13 +59,13 @@ def is_gone(receive: Receive) -> bool:
         step(None)
     except StopIteration as done:
         return bool(done.value["type"] == "http.disconnect")
-    # It would wait for something to happen. It is not waited for.
+    # The connection is open: `receive` would wait for the next message.
     waiting.close()  # type: ignore[attr-defined]  # a coroutine, as it has `send`
     return False
 
 
 class DisconnectWatch:
-    """`with DisconnectWatch(receive):` awaits inside end with `CallerGoneError` as soon as the caller disconnects."""
+    """`with DisconnectWatch(receive):` raises `CallerGoneError` inside the block when the caller disconnects."""
 
     __slots__ = ("_is_gone", "_receive", "_task", "_timer", "_watch")
 
@@ -93,10 +96,10 @@ class DisconnectWatch:
             self._watch.cancel()
         if not self._is_gone or task is None:
             return
-        # Unless somebody else wants the task to end, too.
+        # A second cancellation, from elsewhere, is passed on.
         if task.uncancel() == 0 and isinstance(error, asyncio.CancelledError):
             raise CallerGoneError from error
 
 
 class CallerGoneError(Exception):
-    """Nobody is there to be answered."""
+    """The caller disconnected; there is nobody to answer."""

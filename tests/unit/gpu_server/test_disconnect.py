@@ -1,4 +1,4 @@
-"""The other end of a connection: what it sends, up to a limit, and that it has gone, at moments a test chooses."""
+"""Request bodies up to a limit, and callers that disconnect at moments that a test chooses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gpu_worker_pool.gpu_server import connected
-from gpu_worker_pool.gpu_server.connected import CallerGoneError, DisconnectWatch, is_gone, read_body
-from gpu_worker_pool.gpu_server.security import Refusal
+from gpu_worker_pool.gpu_server import disconnect
+from gpu_worker_pool.gpu_server.disconnect import CallerGoneError, DisconnectWatch, is_gone, read_body
+from gpu_worker_pool.gpu_server.responses import Refusal
 
 
 class Connection:
@@ -35,7 +35,7 @@ def part(body: bytes, *, more: bool = False) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def watch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connected, "WATCH_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(disconnect, "WATCH_AFTER_SECONDS", 0.0)
 
 
 # --- bodies ---
@@ -48,7 +48,7 @@ async def test_a_body_in_parts_is_whole() -> None:
 
 
 async def test_a_body_up_to_the_limit() -> None:
-    limit = connected.MOST_BODY_BYTES
+    limit = disconnect.MOST_BODY_BYTES
     assert await read_body(Connection(part(b"x" * limit)).receive, b"%d" % limit) == b"x" * limit
     for connection, declared in (
         (Connection(), b"%d" % (limit + 1)),
@@ -58,15 +58,16 @@ async def test_a_body_up_to_the_limit() -> None:
         (Connection(part(b"x" * limit, more=True), part(b"x", more=True)), None),
         (Connection(part(b"x" * (limit + 1))), b"3"),
     ):
-        refusal = await read_body(connection.receive, declared)
-        assert isinstance(refusal, Refusal)
-        assert (refusal.status, dict(refusal.headers)) == (413, {b"connection": b"close"})
+        with pytest.raises(Refusal) as refusal:
+            await read_body(connection.receive, declared)
+        assert (refusal.value.status, dict(refusal.value.headers)) == (413, {b"connection": b"close"})
 
 
 async def test_who_leaves_in_the_middle_of_a_body_is_not_answered() -> None:
     connection = Connection(part(b"{", more=True))
     connection.close()
-    assert await read_body(connection.receive, None) is None
+    with pytest.raises(CallerGoneError):
+        await read_body(connection.receive, None)
 
 
 # --- is it still there ---
@@ -125,7 +126,7 @@ async def test_who_stays_gets_what_it_waited_for() -> None:
 
 
 async def test_who_is_answered_soon_is_never_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connected, "WATCH_AFTER_SECONDS", 0.02)
+    monkeypatch.setattr(disconnect, "WATCH_AFTER_SECONDS", 0.02)
     with DisconnectWatch(Connection().receive):
         await asyncio.sleep(0)
     await asyncio.sleep(0.05)
@@ -162,7 +163,7 @@ async def test_somebody_who_wants_the_task_to_end_has_it_end() -> None:
 
 
 async def test_gone_in_the_moment_of_the_answer() -> None:
-    """Then the answer was not heard: whoever asks is told so, and nothing is left over to be cancelled later."""
+    """Then the answer was not delivered: the handler learns that, and no cancellation is left over."""
     connection = Connection()
     answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 

@@ -1,4 +1,4 @@
-"""What is shown, how old it may be, and every way of not being healthy, at moments that a test chooses."""
+"""What the server shows of its host, how old it may be, and every kind of bad health."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from gpu_worker_pool.cli.views.cells import gpu_state
 from gpu_worker_pool.core.readings import ProcessReading
-from gpu_worker_pool.gpu_server.view import HostView
+from gpu_worker_pool.gpu_server.host_view import HostView
 from gpu_worker_pool.hardware.sampler import LatestSamples
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUReading, HostSample, MIGReading
 
@@ -118,7 +118,7 @@ def test_a_driver_that_always_takes_its_time_is_slow_and_not_late() -> None:
     assert host.status() == (200, "degraded", "driver_hangs")
 
 
-def test_the_age_is_told_anew_to_everybody_who_asks() -> None:
+def test_each_answer_has_the_present_age() -> None:
     host = Host()
     host.sample()
     for age in (0.0, 1.25, 14.0):
@@ -239,7 +239,7 @@ def test_of_a_split_card_the_best_device_counts() -> None:
     )
     assert obstacles(taken, idle) == []
     assert obstacles(taken) == ["held: w"]
-    assert obstacles() == ["split, and has no MIG device"]
+    assert obstacles() == ["MIG is enabled, but there is no MIG device"]
 
 
 @pytest.mark.parametrize("unknown", [{}, {"obstacles": None}])
