@@ -21,8 +21,7 @@ from gpu_worker_pool.errors import StaleAssignmentError
 from gpu_worker_pool.models import make_assignment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from types import CodeType
+    from collections.abc import Callable
 
     from gpu_worker_pool.client.endpoint_view import EndpointView
     from gpu_worker_pool.client.lease_thread import LeaseThread
@@ -37,7 +36,7 @@ REMEMBERED_LOSSES = 1000
 
 
 class AssignedLeases:
-    """`asking`: see `Holders`. `want_reading` is called with an endpoint whose GPUs are worth another look."""
+    """`want_reading` is called with an endpoint whose GPUs are worth another look."""
 
     def __init__(
         self,
@@ -45,7 +44,6 @@ class AssignedLeases:
         *,
         now: Callable[[], float],
         pool_id: Callable[[str], str],
-        asking: Collection[CodeType],
         want_reading: Callable[[str], object],
         on_lease_lost: Callable[[GPUAssignment], object] | None,
     ) -> None:
@@ -58,7 +56,7 @@ class AssignedLeases:
         #: In which the leases are renewed and released; there from the first endpoint on that gives leases.
         self.thread: LeaseThread | None = None
         self._losses: OrderedDict[str, str] = OrderedDict()
-        self._holders = Holders(self._loop, asking, self._is_held, self._asker_finished, self._let_expire)
+        self._holders = Holders(self._loop, self._is_held, self._asker_finished, self._let_expire)
         self.new_worker_id = self._holders.new_worker_id
 
     def stop(self) -> None:
@@ -127,7 +125,7 @@ class AssignedLeases:
 
     def _drop(self, holder: Holder) -> None:
         lease = holder.lease
-        self._holders.pop(lease.request.worker_id, None)
+        self._holders.remove(holder)
         if not self._view.ended(lease, self._now()):
             self._want_reading(lease.endpoint_id)
 

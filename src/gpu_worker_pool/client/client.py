@@ -114,7 +114,6 @@ class GPUWorkerPoolClient:
             worker_timeout=config.worker_timeout,
             on_reading_wanted=self._wake,
             tell_endpoints=self._tell_endpoints,
-            also_asking=[GPUWorkerPoolClient.queue_request_for_retry.__code__],
         )
         #: Which endpoints give leases, and so what hands out GPUs.
         self._coordinator = Coordinator(
@@ -125,7 +124,6 @@ class GPUWorkerPoolClient:
             tell_endpoints=self._tell_endpoints,
             want_reading=self._wake,
             on_lease_lost=on_lease_lost,
-            also_asking=[GPUWorkerPoolClient.queue_request_for_retry.__code__],
             environ=environ,
         )
         self._pid = os.getpid()

@@ -24,8 +24,7 @@ from gpu_worker_pool.forks import Forked
 from gpu_worker_pool.leases.http import HTTPLeaseService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping
-    from types import CodeType
+    from collections.abc import Callable, Coroutine, Mapping
 
     from gpu_worker_pool.api.http_client import AsyncGPUStatsHTTPClient, Fetched, MultiEndpointHTTPClientPool
     from gpu_worker_pool.client.default_endpoint import StatsClientWithURL
@@ -135,7 +134,6 @@ class Coordinator:
         tell_endpoints: Callable[[], str],
         want_reading: Callable[[str], object],
         on_lease_lost: Callable[[GPUAssignment], object] | None,
-        also_asking: Iterable[CodeType],
         environ: Mapping[str, str] | None,
     ) -> None:
         _check_callback(on_lease_lost)
@@ -157,7 +155,6 @@ class Coordinator:
             tell_endpoints=tell_endpoints,
             want_reading=want_reading,
             on_lease_lost=on_lease_lost,
-            also_asking=tuple(also_asking),
         )
         self._pool: LeasePool | None = None
         self._local: LocalLeaseService | None = None

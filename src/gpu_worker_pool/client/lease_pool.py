@@ -32,8 +32,7 @@ from gpu_worker_pool.leases.acquisition import Acquisition, Candidate
 from gpu_worker_pool.leases.service import requirements_at, sent_as_new
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
-    from types import CodeType
+    from collections.abc import Callable, Collection
 
     from gpu_worker_pool.client.manager import WorkerPoolManager
     from gpu_worker_pool.core import PoolSettings, Requirements, Waiter
@@ -56,7 +55,6 @@ class LeasePool:
         tell_endpoints: Callable[[], str],
         want_reading: Callable[[str], object],
         on_lease_lost: Callable[[GPUAssignment], object] | None,
-        also_asking: Iterable[CodeType] = (),
     ) -> None:
         self._manager = manager
         self._settings = settings
@@ -76,7 +74,6 @@ class LeasePool:
             self.view,
             now=lambda: manager.now,
             pool_id=pool_id,
-            asking=frozenset({LeasePool.acquire.__code__, *also_asking}),
             want_reading=want_reading,
             on_lease_lost=on_lease_lost,
         )
