@@ -85,24 +85,8 @@ class GPUWorkerPoolClient:
         on_lease_lost: Callable[[GPUAssignment], object] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._config = config = PoolConfig.resolve(
-            service_endpoint=service_endpoint,
-            service_endpoints=service_endpoints,
-            load_balancing_strategy=load_balancing_strategy,
-            memory_threshold=memory_threshold,
-            utilization_threshold=utilization_threshold,
-            polling_interval=polling_interval,
-            worker_timeout=worker_timeout,
-            request_timeout=request_timeout,
-            endpoint_timeout=endpoint_timeout,
-            endpoint_max_retries=endpoint_max_retries,
-            endpoint_health_check_interval=endpoint_health_check_interval,
-            coordination=coordination,
-            lease_ttl=lease_ttl,
-            api_key=api_key,
-            allow_insecure_key=allow_insecure_key,
-            environ=environ,
-        )
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "on_lease_lost")}
+        self._config = config = PoolConfig.resolve(**arguments)
         settings = PoolSettings(
             memory_threshold_percent=config.memory_threshold,
             utilization_threshold_percent=config.utilization_threshold,
