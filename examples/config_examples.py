@@ -79,7 +79,7 @@ class ConfigurationValidator:
     def validate_service_endpoint(self, url: object) -> Result:
         """One URL, or `name=URL`."""
         if not isinstance(url, str):
-            return _result([f"a URL is a text such as 'http://gpu-server:8000', not {url!r}"], [])
+            return _result([f"a URL is a string such as 'http://gpu-server:8000', not {url!r}"], [])
         errors: list[str] = []
         warnings: list[str] = []
         text = url.strip()
@@ -124,7 +124,7 @@ class ConfigurationValidator:
         warnings: list[str] = []
         interval = _checked(validate_polling_interval, seconds, "the polling interval", errors)
         if interval is not None and interval < 1:
-            warnings.append("a server reads its GPUs once a second unless its REFRESH_INTERVAL says otherwise")
+            warnings.append("a server reads its GPUs once per second unless its REFRESH_INTERVAL says otherwise")
         if interval is not None and interval > 60:
             warnings.append(f"{interval:g} s is a long interval; did you mean milliseconds?")
         return _result(errors, warnings)

@@ -115,10 +115,7 @@ class GPUWorkerPoolClient:
             worker_timeout=config.worker_timeout,
             on_reading_wanted=self._wake,
             tell_endpoints=self._tell_endpoints,
-            also_asking=[
-                GPUWorkerPoolClient.request_gpu.__code__,
-                GPUWorkerPoolClient.queue_request_for_retry.__code__,
-            ],
+            also_asking=also_asking,
         )
         #: Which endpoints give leases, and so what hands out GPUs.
         self._coordinator = Coordinator(
@@ -129,10 +126,7 @@ class GPUWorkerPoolClient:
             tell_endpoints=self._tell_endpoints,
             want_reading=self._wake,
             on_lease_lost=on_lease_lost,
-            also_asking=[
-                GPUWorkerPoolClient.request_gpu.__code__,
-                GPUWorkerPoolClient.queue_request_for_retry.__code__,
-            ],
+            also_asking=also_asking,
             environ=environ,
         )
         self._pid = os.getpid()
