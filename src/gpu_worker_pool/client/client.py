@@ -196,7 +196,7 @@ class GPUWorkerPoolClient:
 
     # --- GPUs ---
 
-    def request_gpu(
+    async def request_gpu(
         self,
         timeout: float | None = None,
         *,
@@ -210,7 +210,7 @@ class GPUWorkerPoolClient:
         priority: int = 0,
         policy: Policy = "thresholds",
         label: str | None = None,
-    ) -> Coroutine[Any, Any, GPUAssignment]:
+    ) -> GPUAssignment:
         """Wait for a GPU, or several of one host, and have it until `release_gpu`.
 
         Raises `WorkerTimeoutError` after `timeout` seconds (the client's `worker_timeout` if None), which is a
@@ -220,7 +220,7 @@ class GPUWorkerPoolClient:
         requirements = make_requirements(
             count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy
         )
-        return self._coordinator.assigner.acquire(requirements, timeout, label)
+        return await self._coordinator.assigner.acquire(requirements, timeout, label)
 
     def release_gpu(self, assignment: GPUAssignment) -> Coroutine[Any, Any, None]:
         """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back or lost before."""

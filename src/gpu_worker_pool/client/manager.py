@@ -60,7 +60,7 @@ from gpu_worker_pool.errors import (
 from gpu_worker_pool.models import GPUAssignment, WorkerInfo, gpu_id_in_pool, make_global_gpu_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
     from gpu_worker_pool.clocks import Clock, Timer
@@ -197,7 +197,7 @@ class WorkerPoolManager:
 
     # ---- Asking
 
-    def request_gpu(
+    async def request_gpu(
         self,
         timeout: float | None = None,
         *,
@@ -211,7 +211,7 @@ class WorkerPoolManager:
         priority: int = 0,
         policy: Policy = "thresholds",
         label: str | None = None,
-    ) -> Coroutine[Any, Any, GPUAssignment]:
+    ) -> GPUAssignment:
         """Wait for a GPU, or several of one host, and have it until `release_gpu`.
 
         Raises `WorkerTimeoutError` after `timeout` seconds (the pool's `worker_timeout` if None),
@@ -220,7 +220,7 @@ class WorkerPoolManager:
         requirements = make_requirements(
             count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy
         )
-        return self.acquire(requirements, timeout, label)
+        return await self.acquire(requirements, timeout, label)
 
     async def acquire(self, requirements: Requirements, timeout: float | None, label: str | None) -> GPUAssignment:
         pool = self._pool
