@@ -147,11 +147,9 @@ class Coordinator:
         self._timeout_seconds = timeout_seconds
         self._make_pool = partial(
             LeasePool,
-            manager,
+            config,
             settings,
-            lease_ttl=config.lease_ttl,
-            worker_timeout=config.worker_timeout,
-            pool_id=config.pool_id,
+            manager,
             tell_endpoints=tell_endpoints,
             want_reading=want_reading,
             on_lease_lost=on_lease_lost,
@@ -291,7 +289,7 @@ class Coordinator:
     def pools(self) -> list[Pool]:
         """All that GPUs of the client are in; none is in two of them."""
         mine = self._manager.pool
-        return [mine] if self._pool is None else [mine, self._pool.view.pool]
+        return [mine] if self._pool is None else [mine, self._pool.view]
 
     @property
     def waiting(self) -> list[Waiter]:
@@ -307,7 +305,8 @@ class Coordinator:
         if self._pool is None:
             return explained
         now = self._manager.now
-        leased = explain_requirements(self._pool.view.at(now), Requirements(**requirements), now)
+        self._pool.view.advance(now)
+        leased = explain_requirements(self._pool.view, Requirements(**requirements), now)
         return pool_metrics.explained(leased, explained)
 
 
