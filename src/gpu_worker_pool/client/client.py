@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from inspect import iscoroutinefunction
@@ -241,14 +240,10 @@ class GPUWorkerPoolClient:
         if not self._config.multi_endpoint:
             return status
         return MultiEndpointPoolStatus(
-            status.total_gpus,
-            status.available_gpus,
-            status.active_workers,
-            status.blocked_workers,
-            status.gpu_assignments,
-            len(self._endpoints),
-            len(self._endpoints.healthy),
-            [asdict(info) for info in self._endpoint_infos()],
+            **vars(status),
+            total_endpoints=len(self._endpoints),
+            healthy_endpoints=len(self._endpoints.healthy),
+            endpoints=self._endpoint_infos(),
         )
 
     def get_endpoints_info(self) -> list[dict[str, Any]] | None:

@@ -14,6 +14,7 @@ from functools import partial
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gpu_worker_pool.api.client import APIClient
 from gpu_worker_pool.client import pool_metrics
 from gpu_worker_pool.client.lease_pool import LeasePool
 from gpu_worker_pool.client.manager import readings_of
@@ -251,14 +252,14 @@ class Coordinator:
     def _lease_service(self, endpoint_id: str, url: str, thread: LeaseThread) -> LeaseService:
         if url == LOCAL_ENDPOINT:
             return self._local_service(endpoint_id)
-        return HTTPLeaseService(
-            endpoint_id,
+        api = APIClient(
             url,
             thread.session,
             timeout_seconds=self._timeout_seconds,
             api_key=self._config.api_key,
             allow_insecure_key=self._config.allow_insecure_key,
         )
+        return HTTPLeaseService(endpoint_id, api)
 
     # --- readings ---
 
