@@ -198,14 +198,18 @@ class GPUAssignment:
         self._check_gpu_id("gpu_id", self.gpu_id)
         _check_text("worker_id", self.worker_id)
         _check_datetime("assigned_at", self.assigned_at)
-        object.__setattr__(self, "gpu_ids", tuple(self.gpu_ids))
-        if self.gpu_ids:
-            self._check_gpu_ids()
-        else:
-            object.__setattr__(self, "gpu_ids", (self.gpu_id,))
-        if self.gpu_uuids:
-            object.__setattr__(self, "gpu_uuids", tuple(self.gpu_uuids))
-            self._check_gpu_uuids()
+        gpu_ids, gpu_uuids = tuple(self.gpu_ids) or (self.gpu_id,), tuple(self.gpu_uuids)
+        object.__setattr__(self, "gpu_ids", gpu_ids)
+        object.__setattr__(self, "gpu_uuids", gpu_uuids)
+        if gpu_ids[0] != self.gpu_id:
+            raise ValueError(f"gpu_ids must begin with gpu_id {self.gpu_id!r}, not {gpu_ids!r}")
+        for gpu_id in gpu_ids:
+            if gpu_id is not self.gpu_id:
+                self._check_gpu_id("gpu_ids", gpu_id)
+        if gpu_uuids and len(gpu_uuids) != len(gpu_ids):
+            raise ValueError(f"gpu_uuids must be one per entry of gpu_ids {gpu_ids!r}, not {gpu_uuids!r}")
+        for uuid in gpu_uuids:
+            _check_text("gpu_uuids", uuid)
         if self.lease_id is not None:
             _check_text("lease_id", self.lease_id)
         if self.fence is not None:
@@ -254,18 +258,6 @@ class GPUAssignment:
 
     def _check_gpu_id(self, name: str, gpu_id: object) -> None:
         _check_count(name, gpu_id)
-
-    def _check_gpu_ids(self) -> None:
-        if self.gpu_ids[0] != self.gpu_id:
-            raise ValueError(f"gpu_ids must begin with gpu_id {self.gpu_id!r}, not {self.gpu_ids!r}")
-        for gpu_id in self.gpu_ids:
-            self._check_gpu_id("gpu_ids", gpu_id)
-
-    def _check_gpu_uuids(self) -> None:
-        if len(self.gpu_uuids) != len(self.gpu_ids):
-            raise ValueError(f"gpu_uuids must be one per entry of gpu_ids {self.gpu_ids!r}, not {self.gpu_uuids!r}")
-        for uuid in self.gpu_uuids:
-            _check_text("gpu_uuids", uuid)
 
 
 @dataclass(frozen=True, init=False)
