@@ -5,8 +5,24 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, LeaseState, RequestState, diagram
+from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, LeaseState, RequestState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+def diagram(moves: Mapping[Any, Mapping[Any, str]], starts: Iterable[str]) -> str:
+    """The table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2"]
+    lines += [f"    [*] --> {start}" for start in starts]
+    lines += [
+        f"    {origin} --> {target}: {cause}" for origin, targets in moves.items() for target, cause in targets.items()
+    ]
+    lines += [f"    {state} --> [*]" for state, targets in moves.items() if not targets]
+    return "\n".join(lines)
+
 
 PAGE = Path(__file__).parent / "ARCHITECTURE.md"
 DIAGRAMS = {

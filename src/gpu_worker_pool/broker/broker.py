@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.broker.usage import LeaseUsage
     from gpu_worker_pool.core import Effect, Event, Explanation, Pool, Requirements
     from gpu_worker_pool.hardware.samples import GPUReading, HostSample
-    from gpu_worker_pool.ledger import Committed, Ledger, Tell
+    from gpu_worker_pool.ledger import Committed, Ledger, OnCommit
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class LeaseBroker:
 
     def __init__(
         self,
-        open_ledger: Callable[[Tell], Ledger],
+        open_ledger: Callable[[OnCommit], Ledger],
         want_reading: Callable[[float], object],
         *,
         on_leases: Callable[[Iterable[Lease]], object] | None = None,

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.hardware.readers import Reader
     from gpu_worker_pool.hardware.samples import HostSample
-    from gpu_worker_pool.ledger import Ledger, Tell
+    from gpu_worker_pool.ledger import Ledger, OnCommit
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +87,9 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
             holders=tuple if load is None else load.holders,
         )
 
-        def open_ledger(tell: Tell) -> Ledger:
+        def open_ledger(on_commit: OnCommit) -> Ledger:
             parts.has_state_directory = _find_state_directory(state_dir) is not None
-            return open_host_ledger(settings.gpu_backend, _pool_settings(settings), tell, state_dir=state_dir)
+            return open_host_ledger(settings.gpu_backend, _pool_settings(settings), on_commit, state_dir=state_dir)
 
         broker = LeaseBroker(
             open_ledger,

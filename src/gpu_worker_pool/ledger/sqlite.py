@@ -38,7 +38,7 @@ from gpu_worker_pool.core import (
 from gpu_worker_pool.core.mirror import MirrorPool
 from gpu_worker_pool.errors import IllegalEventError, LedgerUnavailableError
 from gpu_worker_pool.hardware.processes import boot_id as id_of_this_boot
-from gpu_worker_pool.ledger import Committed, Question, Tell, tell_of
+from gpu_worker_pool.ledger import Committed, OnCommit, Question
 from gpu_worker_pool.ledger.change_tracker import ChangeTracker
 from gpu_worker_pool.ledger.file import LedgerFile
 from gpu_worker_pool.ledger.tables import FORMAT, SCHEMA, Tables
@@ -90,13 +90,13 @@ class _News:
 
 
 class SQLiteLedger:
-    """`tell` is called in the thread of the event loop that this was made in."""
+    """`on_commit` is called in the thread of the event loop that this was made in."""
 
     def __init__(
         self,
         path: Path,
         settings: PoolSettings,
-        tell: Tell,
+        on_commit: OnCommit,
         *,
         clock: Callable[[], float] = boot_time,
         boot_id: str | None = None,
@@ -104,7 +104,7 @@ class SQLiteLedger:
         """Raises `LedgerUnavailableError` where the file cannot be used."""
         # Outcomes are dropped from memory between transactions, never within one.
         self._settings = replace(settings, remember_at_most=None)
-        self._tell = tell
+        self._on_commit = on_commit
         self._clock = clock
         self._boot_id = boot_id or id_of_this_boot()
         self._loop = asyncio.get_running_loop()
@@ -389,7 +389,10 @@ class SQLiteLedger:
     # --- answers ---
 
     def _deliver(self, committed: Committed, results: list[tuple[_Job, Any, BaseException | None]]) -> None:
-        tell_of(committed, self._tell)
+        try:
+            self._on_commit(committed)
+        except Exception:  # it must not keep the callers from their answers: the commit is done
+            logger.exception("the listener of commits failed")
         for job, value, problem in results:
             job.answer(value, problem)
 

@@ -75,7 +75,7 @@ reading_changes = st.one_of(
     st.fixed_dictionaries({"memory_usage_percent": st.sampled_from([float("nan"), 250.0, -5.0, 79.9, 80.0])}),
     st.just({"memory_used_mb": 90_000.0}),
     st.just({"fault": "GPU is lost"}),
-    st.just({"is_promised_elsewhere": True}),
+    st.just({"is_leased_elsewhere": True}),
     st.just({"processes": None}),
     st.fixed_dictionaries({"processes": st.sampled_from([(ProcessReading(7),), (ProcessReading(8, 1.0),)])}),
 )
