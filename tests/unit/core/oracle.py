@@ -323,7 +323,7 @@ class Oracle:
         if self.endpoint_begun[card.endpoint] <= card.last_lease_ended:
             return "not read since the last lease ended"
         if reading.fault is not None or reading.is_leased_elsewhere:
-            return "unhealthy, or promised elsewhere"
+            return "unhealthy, or leased elsewhere"
         if self._never(reading, requirements) is not None:
             return self._never(reading, requirements)
         used, utilization = reading.memory_usage_percent, reading.utilization_percent

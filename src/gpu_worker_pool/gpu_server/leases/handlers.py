@@ -83,7 +83,7 @@ async def cancel(context: RequestContext) -> Reply:
     if not _ID.match(request_id):
         raise _unknown_request(request_id)
     has_token = context.headers.lease_token is not None
-    if not has_token and not is_admin and broker.is_held(request_id):
+    if not has_token and not is_admin and broker.held_by(request_id) is not None:
         raise _token_needed("releasing the lease that it was granted")
     try:
         is_found = await broker.cancel(request_id, None if is_admin else owner_of(_token_for(context, request_id)))
