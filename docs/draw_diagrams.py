@@ -29,7 +29,7 @@ def files() -> str:
 
 def _table(folder: Path) -> str:
     name = folder.relative_to(PACKAGE).as_posix()
-    rows = [f"| file, in `{'' if name == '.' else name + '/'}` | |", "| --- | --- |"]
+    rows = [f"| file, {'at the root' if name == '.' else f'in `{name}/`'} | |", "| --- | --- |"]
     for path in sorted(folder.glob("*.py")):
         head = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
         if path.name != "__init__.py":
