@@ -124,7 +124,7 @@ def test_help_loads_next_to_nothing() -> None:
 
 
 def test_without_a_server_nothing_of_http_is_loaded() -> None:
-    loaded = "gpu_worker_pool.cli.running.lease_program, gpu_worker_pool.cli.running.local_leases"
+    loaded = "gpu_worker_pool.cli.running.lease_program, gpu_worker_pool.leases.local"
     script = f"import {loaded}, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not {"aiohttp", "click", "rich", "fastapi", "dotenv", "email", "uuid"} & set(done.stdout.split())

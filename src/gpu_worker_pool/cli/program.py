@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from gpu_worker_pool._version import __version__
-from gpu_worker_pool.cli.failures import CommandError
-from gpu_worker_pool.cli.interrupts import die_of_interrupt
-from gpu_worker_pool.cli.statuses import KILLED, Status, status_of
+from gpu_worker_pool.cli.exits import KILLED, CommandError, Status, die_of_interrupt, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from gpu_worker_pool.cli.failures import CommandError
-from gpu_worker_pool.cli.printable import printable
+from gpu_worker_pool.cli.exits import CommandError
+from gpu_worker_pool.cli.output import printable
 from gpu_worker_pool.gpu_server.serving import serve
 from gpu_worker_pool.gpu_server.settings import ServerSettings
 from gpu_worker_pool.hardware.readers.choose import check_backend

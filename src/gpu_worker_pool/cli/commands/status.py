@@ -21,8 +21,8 @@ Examples:
 @endpoint_option
 def status(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
     """Show the GPUs, what they do, who holds them since when, how much was promised and is used, and who waits."""
-    from gpu_worker_pool.cli.output import print_json
-    from gpu_worker_pool.cli.tables import print_line, print_table
+    from gpu_worker_pool.cli.output import print_json, print_line
+    from gpu_worker_pool.cli.tables import print_table
     from gpu_worker_pool.cli.views import overview
     from gpu_worker_pool.cli.views.queries import check_answers, query_any
 

@@ -15,12 +15,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.cli.endpoints import is_endpoint_named
+from gpu_worker_pool.cli.exits import Status, status_of
 from gpu_worker_pool.cli.logs import configure_logs
 from gpu_worker_pool.cli.running.lease_process import PASSED_ON
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
 from gpu_worker_pool.cli.running.processes import processes_of_lease, until_gone
 from gpu_worker_pool.cli.running.services import load_local, requests_for
-from gpu_worker_pool.cli.statuses import Status, status_of
 from gpu_worker_pool.errors import GPUWorkerPoolError, StaleAssignmentError
 from gpu_worker_pool.leases.acquisition import FIRST_ANSWER_SECONDS, Acquisition, Candidate
 from gpu_worker_pool.leases.engine import LeaseEngine
@@ -62,7 +62,7 @@ def run_lease_program(channel: Channel, words: Sequence[str]) -> None:
 def _until_asked(channel: Channel) -> LeaseSpec | None:
     select.select([channel], [], [])
     message = channel.receive_one()
-    return None if message is None else LeaseSpec.of_message(message["asked"])
+    return None if message is None else LeaseSpec(**message["asked"])
 
 
 class _LeaseProgram:
@@ -130,13 +130,12 @@ class _LeaseProgram:
 
     async def _acquire(self) -> HeldLease | None:
         """None if it is not needed any more, or there is none in time, which was reported."""
-        limit = self._spec.wait_limit
-        first_answer_seconds = NO_WAIT_SECONDS if limit.is_no_wait else FIRST_ANSWER_SECONDS
+        is_no_wait = self._spec.is_no_wait
         acquisition = Acquisition(
             self._engine,
             [Candidate(self._engine.endpoint(service), request) for service, request in requests_for(self._spec)],
-            timeout_seconds=0.0 if limit.is_no_wait else limit.timeout_seconds or math.inf,
-            first_answer_seconds=first_answer_seconds,
+            timeout_seconds=0.0 if is_no_wait else self._spec.timeout_seconds or math.inf,
+            first_answer_seconds=NO_WAIT_SECONDS if is_no_wait else FIRST_ANSWER_SECONDS,
             poll_seconds=POLL_SECONDS,
             on_news=self._report,
         )
@@ -157,7 +156,7 @@ class _LeaseProgram:
             return None
 
     def _report(self, request: EndpointRequest) -> None:
-        if self._spec.wait_limit.is_no_wait:
+        if self._spec.is_no_wait:
             self._summary = next(iter(request.waiting.reasons), "") if request.waiting is not None else self._summary
         elif request.trouble is not None:
             self._channel.send("trouble", endpoint=request.name, text=str(request.trouble))
@@ -173,17 +172,17 @@ class _LeaseProgram:
             )
 
     def _fail_in_time(self, acquisition: Acquisition) -> None:
-        limit, requests = self._spec.wait_limit, acquisition.requests.values()
+        timeout_seconds, requests = self._spec.timeout_seconds, acquisition.requests.values()
         if not any(request.waiting is not None and request.trouble is None for request in requests):
             details = "; ".join(
                 f"{request.name}: {request.error or request.trouble or 'has not answered'}" for request in requests
             )
             self._fail(f"no endpoint answered the request: {details}", Status.UNAVAILABLE)
-        elif limit.is_no_wait:
+        elif self._spec.is_no_wait:
             self._fail(f"nothing is free now: {self._summary}", Status.NOT_NOW)
         else:
             why = f": {self._summary}" if self._summary else ""
-            when = f"in {limit.timeout_seconds:g} s" if limit.timeout_seconds else "at once"
+            when = f"in {timeout_seconds:g} s" if timeout_seconds else "at once"
             self._fail(f"no GPU became free {when}{why}", Status.TIMED_OUT)
 
     def _fail(self, error: object, status: Status) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpu_worker_pool.cli.failures import CommandError
+from gpu_worker_pool.cli.exits import CommandError, Status
+from gpu_worker_pool.cli.output import print_line
 from gpu_worker_pool.cli.running.services import requirements_of
-from gpu_worker_pool.cli.statuses import Status
-from gpu_worker_pool.cli.tables import print_line, print_table
+from gpu_worker_pool.cli.tables import print_table
 from gpu_worker_pool.cli.views.lists import print_failures
 from gpu_worker_pool.cli.views.queries import query
 from gpu_worker_pool.config import MultiEndpointConfigurationManager

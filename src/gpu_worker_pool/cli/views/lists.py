@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gpu_worker_pool.cli.output import print_json
-from gpu_worker_pool.cli.printable import printable
+from gpu_worker_pool.cli.output import print_json, printable
 from gpu_worker_pool.cli.tables import print_table
 from gpu_worker_pool.cli.views.queries import merged, query
 

@@ -9,8 +9,8 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.cli.printable import printable
-from gpu_worker_pool.cli.tables import is_pretty, make_console, make_table, plain_table, print_line
+from gpu_worker_pool.cli.output import print_line, printable
+from gpu_worker_pool.cli.tables import is_pretty, make_console, make_table, plain_table
 from gpu_worker_pool.cli.views import overview
 from gpu_worker_pool.cli.views.queries import check_answers, open_hosts, query_hosts
 

@@ -7,8 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local
-from gpu_worker_pool.cli.failures import CommandError
-from gpu_worker_pool.cli.statuses import Status, status_of
+from gpu_worker_pool.cli.exits import CommandError, Status, status_of
 from gpu_worker_pool.errors import GPUWorkerPoolError
 
 if TYPE_CHECKING:
