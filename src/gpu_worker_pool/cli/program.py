@@ -56,8 +56,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:  # noqa: ARG002
         if name not in COMMANDS:
             return None
-        command = getattr(import_module(f"gpu_worker_pool.cli.commands.{name}"), name)
-        assert isinstance(command, click.Command)
+        command: click.Command = getattr(import_module(f"gpu_worker_pool.cli.commands.{name}"), name)
+        command.short_help = COMMANDS[name]
         return command
 
     def resolve_command(

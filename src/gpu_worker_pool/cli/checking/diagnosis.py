@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import apsw
 
 from gpu_worker_pool._version import __version__
-from gpu_worker_pool.cli.checking.findings import Finding
+from gpu_worker_pool.cli.checking import Finding
 from gpu_worker_pool.cli.checking.server_checks import check_servers
 from gpu_worker_pool.cli.checking.settings_list import all_settings
 from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local, local_backend

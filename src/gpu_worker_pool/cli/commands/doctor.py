@@ -8,7 +8,6 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option
 
 
 @click.command(
-    short_help="Check this host and its endpoints, and say how to fix problems.",
     epilog="""\
 \b
 Examples:

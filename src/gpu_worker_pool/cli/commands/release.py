@@ -8,7 +8,6 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option
 
 
 @click.command(
-    short_help="End a lease, or take a request out of the queue.",
     epilog="""\
 \b
 Examples:

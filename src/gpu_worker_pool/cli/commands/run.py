@@ -32,7 +32,6 @@ def _complete_command(context: click.Context, _: click.Parameter, incomplete: st
 
 
 @click.command(
-    short_help="Wait for a GPU, run a command on it, release it.",
     # Options behind the command belong to the command.
     context_settings={"allow_interspersed_args": False},
     epilog="""\

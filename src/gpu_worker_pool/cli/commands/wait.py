@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    short_help="Wait for a GPU for the calling shell.",
     epilog="""\
 \b
 Examples:
