@@ -1,34 +1,63 @@
-"""Updates the state diagrams in ARCHITECTURE.md from the core's tables: `make docs`. `--check` only compares."""
+"""Updates what ARCHITECTURE.md takes from the code, its state diagrams and its list of files: `make docs`.
+
+`--check` only compares.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
 
+import gpu_worker_pool
 from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, LeaseState, RequestState, diagram
 
 PAGE = Path(__file__).parent / "ARCHITECTURE.md"
-DIAGRAMS = {
-    "request": diagram(REQUEST_MOVES, [RequestState.WAITING]),
-    "lease": diagram(LEASE_MOVES, [LeaseState.HELD, LeaseState.OFFERED]),
+PACKAGE = Path(gpu_worker_pool.__file__).parent
+
+
+def mermaid(text: str) -> str:
+    return f"```mermaid\n{text}\n```"
+
+
+def files() -> str:
+    """A table for each folder, with the first line of each file's docstring."""
+    folders = sorted({path.parent for path in PACKAGE.rglob("*.py")})
+    return "\n\n".join(_table(folder) for folder in folders)
+
+
+def _table(folder: Path) -> str:
+    name = folder.relative_to(PACKAGE).as_posix()
+    rows = [f"| file, in `{'' if name == '.' else name + '/'}` | |", "| --- | --- |"]
+    for path in sorted(folder.glob("*.py")):
+        head = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+        if path.name != "__init__.py":
+            rows.append(f"| `{path.name}` | {head} |")
+    return "\n".join(rows)
+
+
+PARTS = {
+    "request moves": lambda: mermaid(diagram(REQUEST_MOVES, [RequestState.WAITING])),
+    "lease moves": lambda: mermaid(diagram(LEASE_MOVES, [LeaseState.HELD, LeaseState.OFFERED])),
+    "files": files,
 }
 
 
-def drawn(page: str) -> str:
-    for name, text in DIAGRAMS.items():
-        marked = re.compile(rf"(<!-- {name} moves -->\n).*?(<!-- end -->)", re.DOTALL)
+def updated(page: str) -> str:
+    for name, make in PARTS.items():
+        marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not marked.search(page):
-            raise SystemExit(f"ARCHITECTURE.md has no <!-- {name} moves --> mark for its diagram")
-        page = marked.sub(lambda place, text=text: f"{place[1]}```mermaid\n{text}\n```\n{place[2]}", page)
+            raise SystemExit(f"ARCHITECTURE.md has no <!-- {name} --> mark")
+        page = marked.sub(lambda place, make=make: f"{place[1]}{make()}\n{place[2]}", page)
     return page
 
 
 def main() -> int:
     page = PAGE.read_text(encoding="utf-8")
     if "--check" in sys.argv:
-        return int(drawn(page) != page)
-    PAGE.write_text(drawn(page), encoding="utf-8")
+        return int(updated(page) != page)
+    PAGE.write_text(updated(page), encoding="utf-8")
     return 0
 
 

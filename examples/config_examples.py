@@ -1,13 +1,13 @@
-"""Checks configuration files for the usual mistakes, and tries them out.
+"""Example configurations, and a validator that knows the usual mistakes.
 
     $ python examples/config_examples.py                      # the three files beside this one
-    $ python examples/config_examples.py my.env               # your own file, before you use it
+    $ python examples/config_examples.py my.env               # check your own file
 
-With GPU_SERVICE_ENDPOINT or GPU_STATS_SERVICE_ENDPOINTS set, it also shows how many GPUs would be available now with
-each configuration.
+With GPU_SERVICE_ENDPOINT or GPU_STATS_SERVICE_ENDPOINTS set, each configuration is also tried: it prints how many GPUs
+would be available now.
 """
 
-# ruff: noqa: T201  # a program for people prints
+# ruff: noqa: T201  # an example prints
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ V = TypeVar("V")
 
 HERE = Path(__file__).parent
 FILES = [HERE / f"{name}.env" for name in ("conservative", "balanced", "aggressive")]
-#: The client's variables, each with its type.
+#: The variables of the client, with their types.
 VARIABLES: dict[str, Callable[[str], object]] = {
     "GPU_SERVICE_ENDPOINT": str,
     "GPU_STATS_SERVICE_ENDPOINTS": str,
@@ -54,7 +54,7 @@ VARIABLES: dict[str, Callable[[str], object]] = {
 
 
 class Result(TypedDict):
-    """`errors`: the client refuses it. `warnings`: the client accepts it, but it is probably a mistake."""
+    """`errors`: the client would refuse it. `warnings`: it would accept it, but it is probably a mistake."""
 
     valid: bool
     errors: list[str]
@@ -72,7 +72,7 @@ class ConfigurationValidator:
         if first is not None and second is not None and first > second:
             warnings.append(
                 f"the memory threshold {first:g} is above the utilization threshold {second:g}: are they swapped? "
-                "Missing memory makes a job fail, a busy card only slows it down"
+                "Missing memory fails a job, a busy GPU only slows it down"
             )
         return _result(errors, warnings)
 
@@ -84,20 +84,20 @@ class ConfigurationValidator:
         warnings: list[str] = []
         text = url.strip()
         if text != url:
-            warnings.append("there are blanks around it; the client ignores them, other programs may not")
+            warnings.append("remove the blanks around it: the client ignores them, but other programs may not")
         if "," in text:
             errors.append("several URLs belong in service_endpoints or GPU_STATS_SERVICE_ENDPOINTS")
             return _result(errors, warnings)
         endpoint = _checked(parse_endpoint, text, "the URL", errors)
         if endpoint is None:
             if text[:1] in "'\"" and text:
-                errors.append("the quotes are part of it: leave them out")
+                errors.append("remove the quotes: they are part of the value")
             elif "://" not in text and not text.startswith("/"):
-                errors.append(f"the scheme is missing: is http://{text} meant?")
+                errors.append(f"the scheme is missing: did you mean http://{text}?")
             return _result(errors, warnings)
         parts = urlsplit(endpoint.url)
-        if parts.hostname in ("0.0.0.0", "::"):  # noqa: S104  # probably copied from the server's HOST
-            warnings.append(f"{parts.hostname} is for a server to listen on; name the host to connect to")
+        if parts.hostname in ("0.0.0.0", "::"):  # noqa: S104  # perhaps copied from the server's HOST
+            warnings.append(f"{parts.hostname} is an address to listen on; use the name of the host")
         if parts.port == 8080:
             warnings.append("a GPU server listens on port 8000 unless its PORT says otherwise")
         elif parts.port is None and parts.scheme == "http":
@@ -126,18 +126,18 @@ class ConfigurationValidator:
         if interval is not None and interval < 1:
             warnings.append("a server reads its GPUs once per second unless its REFRESH_INTERVAL says otherwise")
         if interval is not None and interval > 60:
-            warnings.append(f"{interval:g} s is long for a polling interval; are milliseconds meant?")
+            warnings.append(f"{interval:g} s is a long interval; did you mean milliseconds?")
         return _result(errors, warnings)
 
     def validate_environment(self, environ: Mapping[str, str]) -> Result:
-        """All variables of the client together, and those that look like misspelt ones."""
+        """All variables of the client, and those that look like misspelt ones."""
         values: dict[str, object] = {}
         for name, convert in VARIABLES.items():
             if text := environ.get(name, "").strip():
                 try:
                     values[name] = convert(text)
                 except ValueError:
-                    values[name] = text  # the validator's message is better
+                    values[name] = text  # the validator gives the better error
         results = [
             self.validate_thresholds(
                 values.get("GPU_MEMORY_THRESHOLD_PERCENT", 80.0), values.get("GPU_UTILIZATION_THRESHOLD_PERCENT", 90.0)
@@ -162,7 +162,7 @@ class ConfigurationValidator:
         for name, validate in checks.items():
             if name in values:
                 _checked(validate, values[name], name, errors)
-        # GPU_BACKEND is for the server, GPU_POOL_… for both.
+        # GPU_BACKEND belongs to the server, GPU_POOL_… to both.
         strange = [name for name in environ if name.startswith("GPU_") and name not in VARIABLES]
         warnings += [
             f"{name} is not a variable of the client; is it misspelt?"
@@ -180,16 +180,16 @@ class ConfigurationValidator:
         if threshold is None:
             return None
         if 0 < threshold <= 1:
-            warnings.append(f"the {name} is in percent: is {100 * threshold:g} meant, not {threshold:g}?")
+            warnings.append(f"the {name} is in percent: did you mean {100 * threshold:g}, not {threshold:g}?")
         elif threshold == 0:
             warnings.append(f"with a {name} of 0 no GPU is ever available: it must be strictly below")
         elif threshold > 95:
-            warnings.append(f"with a {name} of {threshold:g} GPUs are handed out that have no room left")
+            warnings.append(f"with a {name} of {threshold:g} GPUs without free room are handed out")
         return threshold
 
 
 def _checked(validate: Callable[[V, str], T], value: V, name: str, errors: list[str]) -> T | None:
-    """The validated value; or None, with the package's message in `errors`."""
+    """The validated value; None, and an error in the list, if it is refused."""
     try:
         return validate(value, name)
     except ValueError as error:

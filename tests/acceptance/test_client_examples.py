@@ -675,7 +675,7 @@ def test_methods_of_the_configuration_classes_are_explained() -> None:
 
 
 def test_the_numbers_of_failing_are_those_of_the_code() -> None:
-    from gpu_worker_pool.api import replies
+    from gpu_worker_pool.api import json_values
     from gpu_worker_pool.client import client
     from gpu_worker_pool.client import monitor as gpu_monitor
     from gpu_worker_pool.core.backoff import backoff_seconds
@@ -692,7 +692,7 @@ def test_the_numbers_of_failing_are_those_of_the_code() -> None:
     assert f"up to {gpu_monitor.LONGEST_RETRY_SECONDS:g} s are waited for" in text
     assert f"all of them within {gpu_monitor.RETURN_SECONDS:g} s" in text
     assert gpu_monitor.RETURN_POLL_SECONDS == 1
-    assert replies.LARGEST_BODY_BYTES == 8 * 1024 * 1024
+    assert json_values.LARGEST_BODY_BYTES == 8 * 1024 * 1024
     assert (
         PoolSettings(poll_seconds=1).reading_max_age_seconds,
         PoolSettings(poll_seconds=10).reading_max_age_seconds,

@@ -109,12 +109,13 @@ class GPUWorkerPoolClient:
             poll_seconds=config.polling_interval,
             strategy=config.load_balancing_strategy,
         )
+        also_asking = [GPUWorkerPoolClient.request_gpu.__code__, GPUWorkerPoolClient.queue_request_for_retry.__code__]
         self._manager = WorkerPoolManager(
             settings=settings,
             worker_timeout=config.worker_timeout,
             on_reading_wanted=self._wake,
             tell_endpoints=self._tell_endpoints,
-            also_asking=[GPUWorkerPoolClient.queue_request_for_retry.__code__],
+            also_asking=also_asking,
         )
         #: Which endpoints give leases, and so what hands out GPUs.
         self._coordinator = Coordinator(
@@ -125,7 +126,7 @@ class GPUWorkerPoolClient:
             tell_endpoints=self._tell_endpoints,
             want_reading=self._wake,
             on_lease_lost=on_lease_lost,
-            also_asking=[GPUWorkerPoolClient.queue_request_for_retry.__code__],
+            also_asking=also_asking,
             environ=environ,
         )
         self._pid = os.getpid()
@@ -214,7 +215,7 @@ class GPUWorkerPoolClient:
 
     # --- GPUs ---
 
-    def request_gpu(
+    async def request_gpu(
         self,
         timeout: float | None = None,
         *,
@@ -228,7 +229,7 @@ class GPUWorkerPoolClient:
         priority: int = 0,
         policy: Policy = "thresholds",
         label: str | None = None,
-    ) -> Coroutine[Any, Any, GPUAssignment]:
+    ) -> GPUAssignment:
         """Wait for a GPU, or several of one host, and have it until `release_gpu`.
 
         Raises `WorkerTimeoutError` after `timeout` seconds (the client's `worker_timeout` if None), which is a
@@ -238,7 +239,7 @@ class GPUWorkerPoolClient:
         requirements = make_requirements(
             count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy
         )
-        return self._coordinator.assigner.acquire(requirements, timeout, label)
+        return await self._coordinator.assigner.acquire(requirements, timeout, label)
 
     def release_gpu(self, assignment: GPUAssignment) -> Coroutine[Any, Any, None]:
         """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back or lost before."""

@@ -60,7 +60,7 @@ from gpu_worker_pool.errors import (
 from gpu_worker_pool.models import GPUAssignment, WorkerInfo, gpu_id_in_pool, make_global_gpu_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Callable, Iterable
     from types import CodeType, TracebackType
 
     from gpu_worker_pool.clocks import Clock, Timer
@@ -122,7 +122,7 @@ class WorkerPoolManager:
         self._max_assignment_age_seconds = max_assignment_age_seconds
         self._on_reading_wanted = on_reading_wanted
         self._refusals = Refusals(tell_endpoints)
-        self._asking = frozenset({ASKING, *also_asking})
+        self._asking = ASKING.union(also_asking)
         self._given_clock = clock
         self._pool: Pool | None = None
 
@@ -200,7 +200,7 @@ class WorkerPoolManager:
 
     # ---- Asking
 
-    def request_gpu(
+    async def request_gpu(
         self,
         timeout: float | None = None,
         *,
@@ -214,7 +214,7 @@ class WorkerPoolManager:
         priority: int = 0,
         policy: Policy = "thresholds",
         label: str | None = None,
-    ) -> Coroutine[Any, Any, GPUAssignment]:
+    ) -> GPUAssignment:
         """Wait for a GPU, or several of one host, and have it until `release_gpu`.
 
         Raises `WorkerTimeoutError` after `timeout` seconds (the pool's `worker_timeout` if None),
@@ -223,7 +223,7 @@ class WorkerPoolManager:
         requirements = make_requirements(
             count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy
         )
-        return self.acquire(requirements, timeout, label)
+        return await self.acquire(requirements, timeout, label)
 
     async def acquire(self, requirements: Requirements, timeout: float | None, label: str | None) -> GPUAssignment:
         pool = self._pool
@@ -517,4 +517,4 @@ def _is_duration(value: object) -> bool:
 
 
 #: What a task runs that only asks.
-ASKING = WorkerPoolManager.acquire.__code__
+ASKING = frozenset({WorkerPoolManager.request_gpu.__code__, WorkerPoolManager.acquire.__code__})

@@ -38,7 +38,8 @@ class MirrorPool(Pool):
             else reading
             for reading in readings
         ]
-        self.allocator.observe(endpoint_id, own, begun_at)
+        # Of the same sample a later reply knows more leases, though its age makes it look a moment older.
+        self.allocator.observe(endpoint_id, own, max(begun_at, self.allocator.endpoint(endpoint_id).begun_at))
 
     def lost(self, endpoint_id: str, *, is_removed: bool = False) -> None:
         """The endpoint does not answer, or is no longer used."""

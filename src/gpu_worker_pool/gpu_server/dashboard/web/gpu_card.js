@@ -152,5 +152,5 @@ function facts(row, isShort) {
 
 /** Without the vendor. */
 function shortened(name) {
-  return (name ?? "unknown").replace(/^NVIDIA (GeForce )?/, "");
+  return (name || "unknown").replace(/^NVIDIA (GeForce )?/, "");
 }
