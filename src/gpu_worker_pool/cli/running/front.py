@@ -112,11 +112,8 @@ class Front:
     def until_lease_process_is_gone(self, seconds: float = RELEASE_SECONDS) -> None:
         """Or until another ending signal arrives."""
         deadline = time.monotonic() + seconds
-        poll = select.poll()
-        poll.register(self.lease_process.channel, select.POLLIN)
-        poll.register(self._signals, select.POLLIN)
         while self._is_lease_process_heard and (left := deadline - time.monotonic()) > 0:
-            ready = dict(poll.poll(left * 1000))
+            ready = dict(self._poll.poll(left * 1000))
             if self.lease_process.channel.fileno() in ready:
                 messages = self.lease_process.channel.receive()
                 self._is_lease_process_heard = messages is not None

@@ -20,13 +20,13 @@ from gpu_worker_pool.cli.logs import configure_logs
 from gpu_worker_pool.cli.running.lease_process import PASSED_ON
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
 from gpu_worker_pool.cli.running.processes import processes_of_lease, until_gone
-from gpu_worker_pool.cli.running.services import load_local, requests_for
+from gpu_worker_pool.cli.running.services import requests_for
 from gpu_worker_pool.errors import GPUWorkerPoolError, StaleAssignmentError
 from gpu_worker_pool.leases.acquisition import FIRST_ANSWER_SECONDS, Acquisition, Candidate
 from gpu_worker_pool.leases.engine import LeaseEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
     from gpu_worker_pool.cli.running.channel import Channel
     from gpu_worker_pool.leases.endpoint_request import EndpointRequest
@@ -47,7 +47,7 @@ REST_AFTER_SECONDS: Final = 2.0
 def run_lease_program(channel: Channel, words: Sequence[str]) -> None:
     """Runs until its process ends. `words`: the command line, which `gpu-pool` parses meanwhile."""
     if not is_endpoint_named(words):
-        load_local()  # while the command line is being read
+        import gpu_worker_pool.leases.local  # noqa: F401  # while the command line is being read
     configure_logs()
     gc.freeze()  # what was loaded stays
     gc.enable()
@@ -140,8 +140,7 @@ class _LeaseProgram:
             on_news=self._report,
         )
         acquiring = asyncio.create_task(acquisition.run())
-        ends = [asyncio.create_task(event.wait()) for event in (self._is_over, self._is_alone)]
-        await asyncio.wait([acquiring, *ends], return_when=asyncio.FIRST_COMPLETED)
+        await _first_of(acquiring, self._is_over.wait(), self._is_alone.wait())
         if not acquiring.done():
             acquisition.withdraw()
             with suppress(GPUWorkerPoolError):
@@ -213,8 +212,7 @@ class _LeaseProgram:
 
     async def _until_command_ended(self, lease: HeldLease) -> bool:
         """Whether nothing of it is left."""
-        ends = [asyncio.create_task(event.wait()) for event in (self._is_over, self._is_alone)]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await _first_of(self._is_over.wait(), self._is_alone.wait())
         if self._is_over.is_set():
             return self._is_clean
         # It was killed, and the kernel kills the command; what that has started is not ours to kill.
@@ -229,12 +227,7 @@ class _LeaseProgram:
             return True
         _leave_the_terminal()
         assert self._spec.for_pid is not None
-        ends = [
-            asyncio.create_task(until_gone(self._spec.for_pid)),
-            asyncio.create_task(self._is_over.wait()),
-            asyncio.create_task(lease.wait()),
-        ]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await _first_of(until_gone(self._spec.for_pid), self._is_over.wait(), lease.wait())
         return True
 
     async def _give_back(self, lease: HeldLease) -> None:
@@ -247,6 +240,10 @@ class _LeaseProgram:
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
         self._channel.close()
         await self._engine.until_settled(lease.ttl_seconds)
+
+
+async def _first_of(*ends: Awaitable[object]) -> None:
+    await asyncio.wait([asyncio.ensure_future(each) for each in ends], return_when=asyncio.FIRST_COMPLETED)
 
 
 def _signals_we_got() -> list[tuple[int, int]]:
