@@ -121,12 +121,8 @@ def _report(error: Exception) -> int:
     from gpu_worker_pool.errors import GPUWorkerPoolError
 
     if isinstance(error, GPUWorkerPoolError):
-        reported = CommandError(str(error), status_of(error))
-    elif isinstance(error, OSError):
-        reported = CommandError(str(error), Status.FAILED)
-    else:
-        reported = CommandError(
-            f"internal error of gpu-pool ({type(error).__name__}: {error}); GPU_POOL_DEBUG=1 shows the traceback",
-            Status.BUG,
-        )
-    return reported.report()
+        return CommandError(str(error), status_of(error)).report()
+    if isinstance(error, OSError):
+        return CommandError(str(error)).report()
+    text = f"internal error of gpu-pool ({type(error).__name__}: {error}); GPU_POOL_DEBUG=1 shows the traceback"
+    return CommandError(text, Status.BUG).report()
