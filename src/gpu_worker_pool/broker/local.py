@@ -12,7 +12,7 @@ from gpu_worker_pool.broker.simulated_load import SimulatedLoad
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.errors import ServiceRefusedError, ServiceRetryableError
-from gpu_worker_pool.hardware.host import host_sampler
+from gpu_worker_pool.hardware.sampler import host_sampler
 from gpu_worker_pool.hardware.samples import DriverFailure
 from gpu_worker_pool.ledger.host import open_host_ledger
 

@@ -32,7 +32,7 @@ from gpu_worker_pool.gpu_server.logs import log_like_a_server
 from gpu_worker_pool.gpu_server.routes import add_routes, health_event, snapshot_event
 from gpu_worker_pool.gpu_server.security import Authenticator
 from gpu_worker_pool.gpu_server.settings import ServerSettings
-from gpu_worker_pool.hardware.host import host_sampler
+from gpu_worker_pool.hardware.sampler import host_sampler
 from gpu_worker_pool.ledger.host import open_host_ledger
 from gpu_worker_pool.state_directory import state_directory
 
