@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, Self, TypeGuard, TypeVar, get_args
+from typing import Generic, Literal, NamedTuple, Protocol, Self, TypeGuard, TypeVar, get_args
 
 from gpu_worker_pool.core.settings import Strategy
 from gpu_worker_pool.environment import Environment, one_of
@@ -27,17 +27,6 @@ T = TypeVar("T")
 Coordination = Literal["auto", "leases", "local"]
 
 DEFAULT_SERVICE_ENDPOINT = "http://localhost:8080"
-DEFAULT_LOAD_BALANCING_STRATEGY: Strategy = "availability"
-DEFAULT_MEMORY_THRESHOLD = 80.0
-DEFAULT_UTILIZATION_THRESHOLD = 90.0
-DEFAULT_POLLING_INTERVAL: float = 5
-DEFAULT_WORKER_TIMEOUT = 300.0
-DEFAULT_REQUEST_TIMEOUT = 30.0
-DEFAULT_ENDPOINT_TIMEOUT = 10.0
-DEFAULT_ENDPOINT_MAX_RETRIES = 3
-DEFAULT_ENDPOINT_HEALTH_CHECK_INTERVAL: float = 30
-DEFAULT_COORDINATION: Coordination = "auto"
-DEFAULT_LEASE_TTL = 60.0
 SHORTEST_LEASE_TTL, LONGEST_LEASE_TTL = 2.0, 3600.0
 
 #: This host's GPUs without a server.
@@ -91,7 +80,7 @@ def validate_lease_ttl(value: object, name: str = "lease_ttl") -> float:
 
 def validate_api_key(value: object, name: str = "api_key") -> str:
     """The error never shows the value: a key with a typo is almost a key."""
-    if isinstance(value, str) and _API_KEY.fullmatch(value):
+    if isinstance(value, str) and _KEY_PATTERN.fullmatch(value):
         return value
     what = "a text with others" if isinstance(value, str) else f"a value of type {type(value).__name__}"
     raise ValueError(f"{name} must be a key of 1 to 512 ASCII characters without blanks, not {what}")
@@ -156,7 +145,7 @@ class _Address(NamedTuple):
 
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_API_KEY = re.compile(r"[!-~]{1,512}")
+_KEY_PATTERN = re.compile(r"[!-~]{1,512}")
 _URL = re.compile(
     r"(?P<scheme>https?)://"
     r"(?P<host>[a-z0-9][a-z0-9._-]*|\[(?P<ipv6>[0-9a-f:.]+)\])"
@@ -270,6 +259,39 @@ class ConfigurationManager(Protocol):
     def get_polling_interval(self) -> float: ...
 
 
+@dataclass(frozen=True)
+class _Variable(Generic[T]):
+    name: str
+    default: T
+    convert: Callable[[str], object]
+    validate: Callable[[object, str], T]
+
+    def read(self, environment: Environment) -> T:
+        return environment.get(self.name, self.default, self._parse)
+
+    def _parse(self, text: str, name: str) -> T:
+        value: object = text
+        with contextlib.suppress(ValueError):  # the validator gives the better error
+            value = self.convert(text)
+        return self.validate(value, name)
+
+
+_MEMORY_THRESHOLD = _Variable("GPU_MEMORY_THRESHOLD_PERCENT", 80.0, float, validate_threshold)
+_UTILIZATION_THRESHOLD = _Variable("GPU_UTILIZATION_THRESHOLD_PERCENT", 90.0, float, validate_threshold)
+_POLLING_INTERVAL: _Variable[float] = _Variable("GPU_POLLING_INTERVAL", 5, float, validate_polling_interval)
+_STRATEGY: _Variable[Strategy] = _Variable(
+    "GPU_LOAD_BALANCING_STRATEGY", "availability", str.lower, validate_load_balancing_strategy
+)
+_ENDPOINT_TIMEOUT = _Variable("GPU_ENDPOINT_TIMEOUT", 10.0, float, validate_timeout)
+_ENDPOINT_MAX_RETRIES = _Variable("GPU_ENDPOINT_MAX_RETRIES", 3, int, validate_max_retries)
+_HEALTH_CHECK_INTERVAL: _Variable[float] = _Variable(
+    "GPU_ENDPOINT_HEALTH_CHECK_INTERVAL", 30, float, validate_polling_interval
+)
+_COORDINATION: _Variable[Coordination] = _Variable("GPU_POOL_COORDINATION", "auto", str.lower, validate_coordination)
+_LEASE_TTL = _Variable("GPU_POOL_LEASE_TTL", 60.0, float, validate_lease_ttl)
+_API_KEY: _Variable[str | None] = _Variable("GPU_POOL_API_KEY", None, str, validate_api_key)
+
+
 class EnvironmentConfigurationManager:
     """Settings of one endpoint, read from the environment at every call."""
 
@@ -282,14 +304,14 @@ class EnvironmentConfigurationManager:
         return self._get_single_endpoint().url
 
     def get_memory_threshold(self) -> float:
-        return self._get("GPU_MEMORY_THRESHOLD_PERCENT", DEFAULT_MEMORY_THRESHOLD, float, validate_threshold)
+        return _MEMORY_THRESHOLD.read(self._environment)
 
     def get_utilization_threshold(self) -> float:
-        return self._get("GPU_UTILIZATION_THRESHOLD_PERCENT", DEFAULT_UTILIZATION_THRESHOLD, float, validate_threshold)
+        return _UTILIZATION_THRESHOLD.read(self._environment)
 
     def get_polling_interval(self) -> float:
         """Seconds: an int where whole."""
-        return self._get("GPU_POLLING_INTERVAL", DEFAULT_POLLING_INTERVAL, float, validate_polling_interval)
+        return _POLLING_INTERVAL.read(self._environment)
 
     def _get_single_endpoint(self) -> EndpointConfig:
         def checked(text: str, name: str) -> str:
@@ -297,17 +319,6 @@ class EnvironmentConfigurationManager:
             return text
 
         return parse_endpoint(self._environment.get("GPU_SERVICE_ENDPOINT", DEFAULT_SERVICE_ENDPOINT, checked))
-
-    def _get(
-        self, variable: str, default: T, convert: Callable[[str], object], validate: Callable[[object, str], T]
-    ) -> T:
-        def parse(text: str, name: str) -> T:
-            value: object = text
-            with contextlib.suppress(ValueError):  # the validator gives the better error
-                value = convert(text)
-            return validate(value, name)
-
-        return self._environment.get(variable, default, parse)
 
 
 class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
@@ -324,35 +335,25 @@ class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
         return any(map(self._environment.text, (*self._ENDPOINT_LISTS, "GPU_SERVICE_ENDPOINT")))
 
     def get_load_balancing_strategy(self) -> Strategy:
-        return self._get(
-            "GPU_LOAD_BALANCING_STRATEGY",
-            DEFAULT_LOAD_BALANCING_STRATEGY,
-            str.lower,
-            validate_load_balancing_strategy,
-        )
+        return _STRATEGY.read(self._environment)
 
     def get_endpoint_timeout(self) -> float:
-        return self._get("GPU_ENDPOINT_TIMEOUT", DEFAULT_ENDPOINT_TIMEOUT, float, validate_timeout)
+        return _ENDPOINT_TIMEOUT.read(self._environment)
 
     def get_endpoint_max_retries(self) -> int:
-        return self._get("GPU_ENDPOINT_MAX_RETRIES", DEFAULT_ENDPOINT_MAX_RETRIES, int, validate_max_retries)
+        return _ENDPOINT_MAX_RETRIES.read(self._environment)
 
     def get_endpoint_health_check_interval(self) -> float:
-        return self._get(
-            "GPU_ENDPOINT_HEALTH_CHECK_INTERVAL",
-            DEFAULT_ENDPOINT_HEALTH_CHECK_INTERVAL,
-            float,
-            validate_polling_interval,
-        )
+        return _HEALTH_CHECK_INTERVAL.read(self._environment)
 
     def get_coordination(self) -> Coordination:
-        return self._get("GPU_POOL_COORDINATION", DEFAULT_COORDINATION, str.lower, validate_coordination)
+        return _COORDINATION.read(self._environment)
 
     def get_lease_ttl(self) -> float:
-        return self._get("GPU_POOL_LEASE_TTL", DEFAULT_LEASE_TTL, float, validate_lease_ttl)
+        return _LEASE_TTL.read(self._environment)
 
     def get_api_key(self) -> str | None:
-        return self._environment.get("GPU_POOL_API_KEY", None, validate_api_key)
+        return _API_KEY.read(self._environment)
 
     #: The first with a valid URL wins.
     _ENDPOINT_LISTS = ("GPU_STATS_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINTS")
@@ -406,26 +407,18 @@ class PoolConfig:
         *,
         service_endpoint: str | None = None,
         service_endpoints: str | Iterable[str] | None = None,
-        load_balancing_strategy: str | None = None,
-        memory_threshold: float | None = None,
-        utilization_threshold: float | None = None,
-        polling_interval: float | None = None,
-        worker_timeout: float = DEFAULT_WORKER_TIMEOUT,
-        request_timeout: float = DEFAULT_REQUEST_TIMEOUT,
-        endpoint_timeout: float | None = None,
-        endpoint_max_retries: int | None = None,
-        endpoint_health_check_interval: float | None = None,
-        coordination: str | None = None,
-        lease_ttl: float | None = None,
-        api_key: str | None = None,
+        worker_timeout: float = 300.0,
+        request_timeout: float = 30.0,
         allow_insecure_key: bool = False,
         environ: Mapping[str, str] | None = None,
+        **others: object,
     ) -> Self:
-        """Arguments override variables; missing ones are read from `environ`."""
-        env = MultiEndpointConfigurationManager(environ)
+        """Arguments, those of the client, override variables; what is missing or None is read from `environ`."""
+        environment, env = Environment(environ, logger.error), MultiEndpointConfigurationManager(environ)
 
-        def pick(name: str, value: object, validate: Callable[[object, str], T], get: Callable[[], T]) -> T:
-            return get() if value is None else validate(value, name)
+        def pick(name: str, variable: _Variable[T]) -> T:
+            value = others.pop(name, None)
+            return variable.read(environment) if value is None else variable.validate(value, name)
 
         endpoint_is_default = False
         if service_endpoints is not None:
@@ -435,43 +428,24 @@ class PoolConfig:
         else:
             endpoints, multi_endpoint = tuple(env.get_service_endpoints()), env.is_multi_endpoint_mode()
             endpoint_is_default = not env.is_endpoint_configured()
-        return cls(
+        resolved = cls(
             endpoints=endpoints,
             multi_endpoint=multi_endpoint,
             endpoint_is_default=endpoint_is_default,
-            load_balancing_strategy=pick(
-                "load_balancing_strategy",
-                load_balancing_strategy,
-                validate_load_balancing_strategy,
-                env.get_load_balancing_strategy,
-            ),
-            memory_threshold=pick("memory_threshold", memory_threshold, validate_threshold, env.get_memory_threshold),
-            utilization_threshold=pick(
-                "utilization_threshold",
-                utilization_threshold,
-                validate_threshold,
-                env.get_utilization_threshold,
-            ),
-            polling_interval=pick(
-                "polling_interval", polling_interval, validate_polling_interval, env.get_polling_interval
-            ),
+            load_balancing_strategy=pick("load_balancing_strategy", _STRATEGY),
+            memory_threshold=pick("memory_threshold", _MEMORY_THRESHOLD),
+            utilization_threshold=pick("utilization_threshold", _UTILIZATION_THRESHOLD),
+            polling_interval=pick("polling_interval", _POLLING_INTERVAL),
             worker_timeout=validate_timeout(worker_timeout, "worker_timeout"),
             request_timeout=validate_timeout(request_timeout, "request_timeout"),
-            endpoint_timeout=pick("endpoint_timeout", endpoint_timeout, validate_timeout, env.get_endpoint_timeout),
-            endpoint_max_retries=pick(
-                "endpoint_max_retries",
-                endpoint_max_retries,
-                validate_max_retries,
-                env.get_endpoint_max_retries,
-            ),
-            endpoint_health_check_interval=pick(
-                "endpoint_health_check_interval",
-                endpoint_health_check_interval,
-                validate_polling_interval,
-                env.get_endpoint_health_check_interval,
-            ),
-            coordination=pick("coordination", coordination, validate_coordination, env.get_coordination),
-            lease_ttl=pick("lease_ttl", lease_ttl, validate_lease_ttl, env.get_lease_ttl),
-            api_key=pick("api_key", api_key, validate_api_key, env.get_api_key),
+            endpoint_timeout=pick("endpoint_timeout", _ENDPOINT_TIMEOUT),
+            endpoint_max_retries=pick("endpoint_max_retries", _ENDPOINT_MAX_RETRIES),
+            endpoint_health_check_interval=pick("endpoint_health_check_interval", _HEALTH_CHECK_INTERVAL),
+            coordination=pick("coordination", _COORDINATION),
+            lease_ttl=pick("lease_ttl", _LEASE_TTL),
+            api_key=pick("api_key", _API_KEY),
             allow_insecure_key=validate_flag(allow_insecure_key, "allow_insecure_key"),
         )
+        if others:
+            raise TypeError(f"there is no setting {', '.join(others)}")
+        return resolved

@@ -212,16 +212,18 @@ async def test_a_key_is_not_sent_over_plain_http_to_another_host() -> None:
             GPUWorkerPoolClient(elsewhere, coordination="leases", api_key=KEY, environ={})
         from tests.fakes.lease_service import new_request
 
+        from gpu_worker_pool.api.client import APIClient
         from gpu_worker_pool.leases.http import HTTPLeaseService
 
         def session() -> Any:
             raise AssertionError("nothing must be sent")
 
-        service = HTTPLeaseService("lab", elsewhere, session, timeout_seconds=1, api_key=KEY)
+        service = HTTPLeaseService("lab", APIClient(elsewhere, session, timeout_seconds=1, api_key=KEY))
         with pytest.raises(ServiceRefusedError, match=r"use https://, or, in a network you trust, allow_insecure_key"):
             await service.acquire(new_request(), wait_seconds=0, may_reserve=True)
         assert KEY not in repr(service)
-        allowed = HTTPLeaseService("lab", elsewhere, session, timeout_seconds=1, api_key=KEY, allow_insecure_key=True)
+        api = APIClient(elsewhere, session, timeout_seconds=1, api_key=KEY, allow_insecure_key=True)
+        allowed = HTTPLeaseService("lab", api)
         with pytest.raises(AssertionError):
             await allowed.acquire(new_request(), wait_seconds=0, may_reserve=True)
 

@@ -1444,7 +1444,14 @@ async def waited_for(pool: WorkerPoolManager) -> list[Any]:
     return [(await asyncio.wait_for(pool.request_gpu(), 10.0)).gpu_id for _ in range(2)]
 
 
-@pytest.mark.parametrize("ask_for_two", [gathered, waited_for])
+async def wrapped(pool: WorkerPoolManager) -> list[Any]:
+    async def passes_on() -> Any:
+        return await pool.request_gpu()
+
+    return [(await asyncio.create_task(passes_on())).gpu_id for _ in range(2)]
+
+
+@pytest.mark.parametrize("ask_for_two", [gathered, waited_for, wrapped])
 async def test_who_asked_by_way_of_a_helper_task_keeps_its_gpus_while_it_runs(
     pool: WorkerPoolManager, clock: FakeClock, ask_for_two: Callable[[WorkerPoolManager], Awaitable[list[Any]]]
 ) -> None:
@@ -1480,6 +1487,35 @@ async def test_when_the_task_has_finished_and_the_gpu_is_empty_it_is_taken_back(
     assert all(worker_id in warning for warning in told)
     assert "dropped" in told[0]
     assert "taken back" in told[-1]
+
+
+async def test_what_a_failed_task_held_is_taken_back_and_its_error_is_still_logged(
+    pool: WorkerPoolManager, clock: FakeClock
+) -> None:
+    logged: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
+
+    async def fails() -> None:
+        _held = await pool.request_gpu(count=2)
+        raise ValueError("out of memory")
+
+    task = asyncio.create_task(fails())
+    await settle()
+    assert pool.get_pool_status().active_workers == 1, "the traceback has it"
+    del task
+    gc.collect()
+    for _ in range(6):
+        await clock.run(1.0)
+        pool.observe(gpus(2))
+    assert pool.get_pool_status().available_gpus == 2
+    assert logged == ["Task exception was never retrieved"]
+
+
+async def test_a_task_that_asks_often_remembers_only_what_it_holds(pool: WorkerPoolManager) -> None:
+    for _ in range(3):
+        await pool.release_gpu(await pool.request_gpu())
+    task: Any = asyncio.current_task()
+    assert "asker_done" not in repr(task)
 
 
 async def test_it_is_not_taken_back_without_a_reading(pool: WorkerPoolManager, clock: FakeClock) -> None:

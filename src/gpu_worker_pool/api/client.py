@@ -279,9 +279,7 @@ class APIClient:
 
     def _error(self, reply: HTTPReply) -> ServiceRefusedError | ServiceRetryableError:
         is_lease_route = str(reply.url).startswith((f"{self.url}/leases", f"{self.url}/queue"))
-        hint = (
-            _NO_LEASES if is_lease_route else "is this a GPU server, and is its API_PREFIX part of the configured URL?"
-        )
+        hint = _NO_LEASES if is_lease_route else _NO_SERVER
         error = status_error(reply, hint if reply.status in (404, 405) else "")
         if reply.status == 401 and is_lease_route and self._api_key is None:
             return ServiceRefusedError(f"{error}; give api_key= or set GPU_POOL_API_KEY", status=401)

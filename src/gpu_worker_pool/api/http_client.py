@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.api.client import APIClient, Fetched
 from gpu_worker_pool.api.transport import make_session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import aiohttp
 
     from gpu_worker_pool.config import EndpointConfig
@@ -21,15 +18,8 @@ __all__ = ["AsyncGPUStatsHTTPClient", "Fetched", "MultiEndpointHTTPClientPool", 
 class AsyncGPUStatsHTTPClient(APIClient):
     """Fetches the statistics of one endpoint; `session` is shared with others and not closed here."""
 
-    def __init__(
-        self,
-        url: str,
-        session: aiohttp.ClientSession,
-        *,
-        timeout_seconds: float,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(url, lambda: session, timeout_seconds=timeout_seconds, now=now)
+    def __init__(self, url: str, session: aiohttp.ClientSession, *, timeout_seconds: float) -> None:
+        super().__init__(url, lambda: session, timeout_seconds=timeout_seconds)
 
     async def fetch(self) -> Fetched:
         return await self.summary()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpu_worker_pool.clocks import boot_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from gpu_worker_pool.broker.broker import Waiting
     from gpu_worker_pool.broker.usage import LeaseUsage
@@ -64,8 +64,16 @@ def _facts(lease: Lease, now: float) -> dict[str, Any]:
     }
 
 
-def promise(lease: Lease) -> dict[str, Any]:
-    """The holder, in a row of `/gpu/stats`."""
+def promises_of(leases: Iterable[Lease]) -> dict[str, list[dict[str, Any]]]:
+    """By GPU or MIG device, its holders, as in a row of `/gpu/stats`."""
+    promises: dict[str, list[dict[str, Any]]] = {}
+    for lease in leases:
+        for gpu_id in lease.gpu_ids:
+            promises.setdefault(gpu_id, []).append(_promise(lease))
+    return promises
+
+
+def _promise(lease: Lease) -> dict[str, Any]:
     return {
         "lease_id": lease.lease_id,
         "worker_id": lease.request.worker_id,

@@ -1,13 +1,5 @@
 """The client: GPUs of one or many servers, or of this host, handed out to the workers of one program."""
 
-from gpu_worker_pool.client.client import (
-    GPUContextManager,
-    GPUWorkerPoolClient,
-    gpu_worker_pool_client,
-)
+from gpu_worker_pool.client.client import GPUContextManager, GPUWorkerPoolClient, gpu_worker_pool_client
 
-__all__ = [
-    "GPUContextManager",
-    "GPUWorkerPoolClient",
-    "gpu_worker_pool_client",
-]
+__all__ = ["GPUContextManager", "GPUWorkerPoolClient", "gpu_worker_pool_client"]

@@ -17,16 +17,16 @@ from gpu_worker_pool.client import pool_events
 from gpu_worker_pool.client.holders import Holder, Holders
 from gpu_worker_pool.client.loss_callback import LossCallback
 from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.core import HeldGPU
 from gpu_worker_pool.errors import StaleAssignmentError
-from gpu_worker_pool.models import make_assignment
+from gpu_worker_pool.models import gpu_id_in_pool, make_assignment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from types import CodeType
+    from collections.abc import Callable
 
-    from gpu_worker_pool.client.endpoint_view import EndpointView
     from gpu_worker_pool.client.lease_thread import LeaseThread
     from gpu_worker_pool.core import Waiter
+    from gpu_worker_pool.core.mirror import MirrorPool
     from gpu_worker_pool.leases.lease import HeldLease
     from gpu_worker_pool.models import GPUAssignment
 
@@ -37,15 +37,14 @@ REMEMBERED_LOSSES = 1000
 
 
 class AssignedLeases:
-    """`asking`: see `Holders`. `want_reading` is called with an endpoint whose GPUs are worth another look."""
+    """`want_reading` is called with an endpoint whose GPUs are worth another look."""
 
     def __init__(
         self,
-        view: EndpointView,
+        view: MirrorPool,
         *,
         now: Callable[[], float],
         pool_id: Callable[[str], str],
-        asking: Collection[CodeType],
         want_reading: Callable[[str], object],
         on_lease_lost: Callable[[GPUAssignment], object] | None,
     ) -> None:
@@ -58,7 +57,7 @@ class AssignedLeases:
         #: In which the leases are renewed and released; there from the first endpoint on that gives leases.
         self.thread: LeaseThread | None = None
         self._losses: OrderedDict[str, str] = OrderedDict()
-        self._holders = Holders(self._loop, asking, self._is_held, self._asker_finished, self._let_expire)
+        self._holders = Holders(self._loop, self._is_held, self._asker_finished, self._let_expire)
         self.new_worker_id = self._holders.new_worker_id
 
     def stop(self) -> None:
@@ -78,7 +77,9 @@ class AssignedLeases:
 
     def hand_over(self, held: HeldLease, waiter: Waiter, *, was_blocked: bool) -> GPUAssignment:
         pool_id = self._pool_id(held.endpoint_id)
-        lease = self._view.granted(held, pool_id, waiter, self._now())
+        gpus = [HeldGPU(gpu_id_in_pool(pool_id, gpu.index), gpu.index, gpu.uuid, gpu.name) for gpu in held.gpus]
+        # Not the server's id: several servers use the same ones, and several waiters may have parts of one lease.
+        lease = self._view.granted(held.request.request_id, waiter, pool_id, tuple(gpus), self._now())
         assignment = self._holders.hand_over(lease, self._assignment(held), held=held)
         if pool_events.is_wanted():
             pool_events.assigned(lease, was_blocked=was_blocked)
@@ -127,7 +128,7 @@ class AssignedLeases:
 
     def _drop(self, holder: Holder) -> None:
         lease = holder.lease
-        self._holders.pop(lease.request.worker_id, None)
+        self._holders.remove(holder)
         if not self._view.ended(lease, self._now()):
             self._want_reading(lease.endpoint_id)
 

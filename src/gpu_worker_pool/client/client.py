@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from inspect import iscoroutinefunction
@@ -85,37 +84,19 @@ class GPUWorkerPoolClient:
         on_lease_lost: Callable[[GPUAssignment], object] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._config = config = PoolConfig.resolve(
-            service_endpoint=service_endpoint,
-            service_endpoints=service_endpoints,
-            load_balancing_strategy=load_balancing_strategy,
-            memory_threshold=memory_threshold,
-            utilization_threshold=utilization_threshold,
-            polling_interval=polling_interval,
-            worker_timeout=worker_timeout,
-            request_timeout=request_timeout,
-            endpoint_timeout=endpoint_timeout,
-            endpoint_max_retries=endpoint_max_retries,
-            endpoint_health_check_interval=endpoint_health_check_interval,
-            coordination=coordination,
-            lease_ttl=lease_ttl,
-            api_key=api_key,
-            allow_insecure_key=allow_insecure_key,
-            environ=environ,
-        )
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "on_lease_lost")}
+        self._config = config = PoolConfig.resolve(**arguments)
         settings = PoolSettings(
             memory_threshold_percent=config.memory_threshold,
             utilization_threshold_percent=config.utilization_threshold,
             poll_seconds=config.polling_interval,
             strategy=config.load_balancing_strategy,
         )
-        also_asking = [GPUWorkerPoolClient.request_gpu.__code__, GPUWorkerPoolClient.queue_request_for_retry.__code__]
         self._manager = WorkerPoolManager(
             settings=settings,
             worker_timeout=config.worker_timeout,
             on_reading_wanted=self._wake,
             tell_endpoints=self._tell_endpoints,
-            also_asking=also_asking,
         )
         #: Which endpoints give leases, and so what hands out GPUs.
         self._coordinator = Coordinator(
@@ -126,7 +107,6 @@ class GPUWorkerPoolClient:
             tell_endpoints=self._tell_endpoints,
             want_reading=self._wake,
             on_lease_lost=on_lease_lost,
-            also_asking=also_asking,
             environ=environ,
         )
         self._pid = os.getpid()
@@ -260,14 +240,10 @@ class GPUWorkerPoolClient:
         if not self._config.multi_endpoint:
             return status
         return MultiEndpointPoolStatus(
-            status.total_gpus,
-            status.available_gpus,
-            status.active_workers,
-            status.blocked_workers,
-            status.gpu_assignments,
-            len(self._endpoints),
-            len(self._endpoints.healthy),
-            [asdict(info) for info in self._endpoint_infos()],
+            **vars(status),
+            total_endpoints=len(self._endpoints),
+            healthy_endpoints=len(self._endpoints.healthy),
+            endpoints=self._endpoint_infos(),
         )
 
     def get_endpoints_info(self) -> list[dict[str, Any]] | None:

@@ -14,6 +14,7 @@ from functools import partial
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gpu_worker_pool.api.client import APIClient
 from gpu_worker_pool.client import pool_metrics
 from gpu_worker_pool.client.lease_pool import LeasePool
 from gpu_worker_pool.client.manager import readings_of
@@ -24,8 +25,7 @@ from gpu_worker_pool.forks import Forked
 from gpu_worker_pool.leases.http import HTTPLeaseService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping
-    from types import CodeType
+    from collections.abc import Callable, Coroutine, Mapping
 
     from gpu_worker_pool.api.http_client import AsyncGPUStatsHTTPClient, Fetched, MultiEndpointHTTPClientPool
     from gpu_worker_pool.client.default_endpoint import StatsClientWithURL
@@ -135,7 +135,6 @@ class Coordinator:
         tell_endpoints: Callable[[], str],
         want_reading: Callable[[str], object],
         on_lease_lost: Callable[[GPUAssignment], object] | None,
-        also_asking: Iterable[CodeType],
         environ: Mapping[str, str] | None,
     ) -> None:
         _check_callback(on_lease_lost)
@@ -149,15 +148,12 @@ class Coordinator:
         self._timeout_seconds = timeout_seconds
         self._make_pool = partial(
             LeasePool,
-            manager,
+            config,
             settings,
-            lease_ttl=config.lease_ttl,
-            worker_timeout=config.worker_timeout,
-            pool_id=config.pool_id,
+            manager,
             tell_endpoints=tell_endpoints,
             want_reading=want_reading,
             on_lease_lost=on_lease_lost,
-            also_asking=tuple(also_asking),
         )
         self._pool: LeasePool | None = None
         self._local: LocalLeaseService | None = None
@@ -256,14 +252,14 @@ class Coordinator:
     def _lease_service(self, endpoint_id: str, url: str, thread: LeaseThread) -> LeaseService:
         if url == LOCAL_ENDPOINT:
             return self._local_service(endpoint_id)
-        return HTTPLeaseService(
-            endpoint_id,
+        api = APIClient(
             url,
             thread.session,
             timeout_seconds=self._timeout_seconds,
             api_key=self._config.api_key,
             allow_insecure_key=self._config.allow_insecure_key,
         )
+        return HTTPLeaseService(endpoint_id, api)
 
     # --- readings ---
 
@@ -294,7 +290,7 @@ class Coordinator:
     def pools(self) -> list[Pool]:
         """All that GPUs of the client are in; none is in two of them."""
         mine = self._manager.pool
-        return [mine] if self._pool is None else [mine, self._pool.view.pool]
+        return [mine] if self._pool is None else [mine, self._pool.view]
 
     @property
     def waiting(self) -> list[Waiter]:
@@ -310,7 +306,8 @@ class Coordinator:
         if self._pool is None:
             return explained
         now = self._manager.now
-        leased = explain_requirements(self._pool.view.at(now), Requirements(**requirements), now)
+        self._pool.view.advance(now)
+        leased = explain_requirements(self._pool.view, Requirements(**requirements), now)
         return pool_metrics.explained(leased, explained)
 
 

@@ -14,8 +14,7 @@ from gpu_worker_pool.models import GPUAssignment, make_assignment
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Collection
-    from types import CodeType
+    from collections.abc import Callable
 
     from gpu_worker_pool.core import Lease
     from gpu_worker_pool.leases.lease import HeldLease
@@ -32,10 +31,18 @@ class Holder(weakref.ref[GPUAssignment]):
     lease: Lease
     #: What a server gave; None for what this process assigned.
     held: HeldLease | None
-    #: The task that asked, where that can be known. Weak: a task that failed keeps alive all that it knew.
+    #: The task that asked, unless it only passed the assignment on. Weak: a failed task keeps alive all that it knew.
     task: weakref.ref[asyncio.Task[Any]] | None
     #: For a worker that is called back. It keeps its own assignment, so that it never looks forgotten.
     worker: tuple[WorkerInfo, GPUAssignment] | None
+
+    def asker_done(self, task: asyncio.Task[Any]) -> None:
+        """A task whose result is the assignment, as `gather` makes them, passed it on: who uses it is not known."""
+        assignment = self()
+        # Not `exception()`, after which asyncio would not log an error that nothing else retrieves.
+        has_failed = task.cancelled() or task._exception is not None  # noqa: SLF001
+        if assignment is not None and not has_failed and task.result() is assignment:
+            self.task = None
 
 
 class Holders(dict[str, Holder]):
@@ -48,15 +55,11 @@ class Holders(dict[str, Holder]):
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        asking: Collection[CodeType],
         is_held: Callable[[Holder], bool],
         asker_finished: Callable[[Holder], object],
         is_outlived: Callable[[Holder], object] = lambda _: None,
     ) -> None:
         self._loop = loop
-        #: What a task runs that only asks, as `gather` and `wait_for` make them: it ends with the answer, and who is
-        #: behind it is not known.
-        self._asking = asking
         self._is_held = is_held
         self._asker_finished = asker_finished
         self._is_outlived = is_outlived
@@ -92,12 +95,17 @@ class Holders(dict[str, Holder]):
         holder.task = holder.worker = None
         if worker is not None:
             holder.worker = (worker, assignment)
-        else:
-            task = current_task(self._loop)
-            if task is not None and getattr(task.get_coro(), "cr_code", None) not in self._asking:
-                holder.task = weakref.ref(task)
+        elif (task := current_task(self._loop)) is not None:
+            holder.task = weakref.ref(task)
+            task.add_done_callback(holder.asker_done)
         self[lease.request.worker_id] = holder
         return assignment
+
+    def remove(self, holder: Holder) -> None:
+        """It was released, or lost."""
+        del self[holder.lease.request.worker_id]
+        if holder.task is not None and (task := holder.task()) is not None:
+            task.remove_done_callback(holder.asker_done)  # a task may ask any number of times
 
     def holder_of(self, assignment: GPUAssignment) -> Holder | None:
         """Who holds it, or None if nobody does any more. A copy of the assignment will do; another one will not."""

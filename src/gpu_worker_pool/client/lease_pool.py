@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 from gpu_worker_pool.client import pool_events, pool_metrics
 from gpu_worker_pool.client.assigned_leases import AssignedLeases
-from gpu_worker_pool.client.endpoint_view import EndpointView, able_endpoints
 from gpu_worker_pool.client.in_process import NAME as IN_PROCESS
 from gpu_worker_pool.client.in_process import InProcessService
 from gpu_worker_pool.client.lease_thread import LeaseThread
 from gpu_worker_pool.client.manager import checked_timeout
 from gpu_worker_pool.client.refusals import MOST_GPUS_TOLD, Refusals
 from gpu_worker_pool.core import Ended, Request, RequestState, explain_requirements
+from gpu_worker_pool.core.balancing import balancer_for
+from gpu_worker_pool.core.mirror import MirrorPool
 from gpu_worker_pool.errors import (
     GPUWorkerPoolError,
     ImpossibleRequestError,
@@ -33,10 +34,12 @@ from gpu_worker_pool.leases.service import requirements_at, sent_as_new
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
-    from types import CodeType
 
     from gpu_worker_pool.client.manager import WorkerPoolManager
+    from gpu_worker_pool.config import PoolConfig
     from gpu_worker_pool.core import PoolSettings, Requirements, Waiter
+    from gpu_worker_pool.core.allocator import GPUAllocator
+    from gpu_worker_pool.core.gpus import EndpointState
     from gpu_worker_pool.leases.endpoint import LeaseEndpoint
     from gpu_worker_pool.leases.service import LeaseService, StillWaiting
     from gpu_worker_pool.models import GPUAssignment, PoolStatus
@@ -47,26 +50,24 @@ class LeasePool:
 
     def __init__(
         self,
-        manager: WorkerPoolManager,
+        config: PoolConfig,
         settings: PoolSettings,
+        manager: WorkerPoolManager,
         *,
-        lease_ttl: float,
-        worker_timeout: float,
-        pool_id: Callable[[str], str],
         tell_endpoints: Callable[[], str],
         want_reading: Callable[[str], object],
         on_lease_lost: Callable[[GPUAssignment], object] | None,
-        also_asking: Iterable[CodeType] = (),
     ) -> None:
-        self._manager = manager
+        self._config = config
         self._settings = settings
-        self._lease_ttl = lease_ttl
-        self._worker_timeout = worker_timeout
-        self._pool_id = pool_id
+        self._manager = manager
+        self._pool_id = config.pool_id
         self._refusals = Refusals(tell_endpoints)
         self._loop = asyncio.get_running_loop()
         self.thread: LeaseThread | None = None
-        self.view = EndpointView(settings)
+        #: What is known of the servers that give leases: their readings, the leases held there, our own waiters.
+        self.view = MirrorPool(settings)
+        self._balancer = balancer_for(settings.strategy)
         #: By endpoint id, in the order in which they were found to give leases.
         self._endpoints: dict[str, LeaseEndpoint] = {}
         #: Why the others cannot be used at all.
@@ -75,8 +76,7 @@ class LeasePool:
         self._leases = AssignedLeases(
             self.view,
             now=lambda: manager.now,
-            pool_id=pool_id,
-            asking=frozenset({LeasePool.acquire.__code__, *also_asking}),
+            pool_id=config.pool_id,
             want_reading=want_reading,
             on_lease_lost=on_lease_lost,
         )
@@ -95,7 +95,7 @@ class LeasePool:
         self._leases.stop()
         if thread is not None:
             for acquisition in self._acquisitions:
-                thread.call(acquisition.stop)
+                thread.call(acquisition.withdraw)
             over = asyncio.wrap_future(thread.want_stop())
             try:
                 await asyncio.shield(over)
@@ -183,9 +183,9 @@ class LeasePool:
     async def acquire(self, requirements: Requirements, timeout: float | None, label: str | None) -> GPUAssignment:
         manager, view = self._manager, self.view
         _ = manager.pool  # raises if it cannot be used
-        seconds = self._worker_timeout if timeout is None else checked_timeout(timeout)
+        seconds = self._config.worker_timeout if timeout is None else checked_timeout(timeout)
         name = self._leases.new_worker_id()
-        request = Request(name, requirements, name, "", label, self._lease_ttl)
+        request = Request(name, requirements, name, "", label, self._config.lease_ttl)
         begun_at = manager.now
         waiter = view.wait(request, begun_at)
         thread = self.start_thread()
@@ -201,7 +201,7 @@ class LeasePool:
                     raise self._timeout_error(acquisition, request, manager.now - begun_at) from None
                 except PoolStoppedError:
                     ended = Ended(name, RequestState.STOPPED)
-                    raise self._refusals.error_of(view.pool, request, ended, manager.now - begun_at) from None
+                    raise self._refusals.error_of(view, request, ended, manager.now - begun_at) from None
                 except asyncio.CancelledError:
                     # It may have been granted in this very moment.
                     thread.call(acquisition.withdraw)
@@ -220,12 +220,12 @@ class LeasePool:
 
     def _acquisition(self, thread: LeaseThread, request: Request, timeout_seconds: float) -> Acquisition:
         requirements, now = request.requirements, self._manager.now
-        able = self.view.able(requirements, now)
+        able = _able_endpoints(self.view.allocator, requirements, now)
         if self._has_in_process:
-            able += able_endpoints(self._manager.pool.allocator, requirements, now)
+            able += _able_endpoints(self._manager.pool.allocator, requirements, now)
         names = {self._pool_id(name): name for name in self._endpoints if name not in self._shadows}
         # All that is assigned in process is one candidate, whichever of its endpoints is best.
-        ranked = dict.fromkeys(names.get(state.endpoint_id, IN_PROCESS) for state in self.view.in_order(able))
+        ranked = dict.fromkeys(names.get(state.endpoint_id, IN_PROCESS) for state in self._in_order(able))
         first = [name for name in ranked if name != IN_PROCESS or self._has_in_process]
         then = [name for name in names.values() if name not in ranked]
         if self._has_in_process and IN_PROCESS not in ranked:
@@ -241,6 +241,10 @@ class LeasePool:
         impossible = {name: error for name, error in candidates.items() if not isinstance(error, Candidate)}
         acquisition.refused.update(impossible | self._refused)
         return acquisition
+
+    def _in_order(self, endpoints: Iterable[EndpointState]) -> list[EndpointState]:
+        """As the balancing strategy ranks them; of equals, which may be of different pools, the first is better."""
+        return sorted(endpoints, key=lambda endpoint: self._balancer.rank(endpoint)[:-1])
 
     def _candidate(self, name: str, request: Request, free: Collection[str] = ()) -> Candidate | GPUWorkerPoolError:
         """The request as that endpoint is asked, or why that makes no sense."""
@@ -264,7 +268,7 @@ class LeasePool:
         )
 
     def _is_answering(self, name: str) -> bool:
-        state = self.view.pool.allocator.endpoints.get(self._pool_id(name))
+        state = self.view.allocator.endpoints.get(self._pool_id(name))
         return state is not None and state.is_answering
 
     def _blocked_in_thread(self, request: Request) -> None:
@@ -277,11 +281,12 @@ class LeasePool:
             return
         answers = (each.waiting for each in acquisition.requests.values() if each.waiting is not None)
         why = "; ".join(reason for waiting in answers for reason in waiting.reasons[1:])
-        free = self.view.pool.allocator.available(self._manager.now)
+        free = self.view.allocator.available(self._manager.now)
         pool_events.blocked(request.worker_id, request.requirements, len(self.waiting) - 1, free, why)
 
     def _timeout_error(self, acquisition: Acquisition, request: Request, waited_seconds: float) -> Exception:
-        pool = self.view.at(self._manager.now) if self._endpoints else self._manager.pool
+        self.view.advance(self._manager.now)
+        pool = self.view if self._endpoints else self._manager.pool
         ended = Ended(request.request_id, RequestState.TIMED_OUT)
         requests = acquisition.requests
         # The server knows who holds what, and has said so.
@@ -326,7 +331,18 @@ class LeasePool:
         return sorted(waiters, key=lambda waiter: waiter.order)
 
     def get_pool_status(self) -> PoolStatus:
-        return pool_metrics.pool_status(self.view.pool, self._manager.now, len(self.waiting))
+        return pool_metrics.pool_status(self.view, self._manager.now, len(self.waiting))
+
+
+def _able_endpoints(allocator: GPUAllocator, requirements: Requirements, now: float) -> list[EndpointState]:
+    """Those whose readings meet the requirements; only their servers know whether they can grant them."""
+    if allocator.is_any_gpu(requirements):
+        return [each for each in allocator.endpoints.values() if len(each.free) and allocator.is_fresh(each, now)]
+    return [
+        endpoint
+        for endpoint in allocator.endpoints.values()
+        if sum(allocator.is_eligible(gpu, requirements, now) for gpu in endpoint.gpus.values()) >= requirements.count
+    ]
 
 
 def _shown(waiting: StillWaiting) -> str:

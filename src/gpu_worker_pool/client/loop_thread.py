@@ -227,7 +227,6 @@ class LoopThread:
             return
         self._calls.add(call)
         try:
-            # Without a wrapper coroutine: the pool would take its end for the end of the caller.
             call.task = self._loop.create_task(call.work())
         except Exception as error:  # bad arguments, raised before there is a coroutine
             self._end(call, error)

@@ -61,7 +61,7 @@ from gpu_worker_pool.models import GPUAssignment, WorkerInfo, gpu_id_in_pool, ma
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import CodeType, TracebackType
+    from types import TracebackType
 
     from gpu_worker_pool.clocks import Clock, Timer
     from gpu_worker_pool.config import ConfigurationManager
@@ -91,15 +91,13 @@ class WorkerPoolManager:
         max_assignment_age_seconds: float | None = None,
         on_reading_wanted: Callable[[str], object] | None = None,
         tell_endpoints: Callable[[], str] = str,
-        also_asking: Iterable[CodeType] = (),
         clock: Clock | None = None,
     ) -> None:
         """`settings` decides everything that `config` would, and more; `worker_timeout=None` waits for ever.
 
         `max_assignment_age_seconds` takes GPUs back from workers that have had them for longer, once readings show
         them empty. It is off unless given: training runs for days. `tell_endpoints` says who was asked for readings,
-        and what came of it, for errors. `also_asking`: coroutine functions that, run as a task, only pass an assignment
-        on, so that the task's end says nothing about who uses it.
+        and what came of it, for errors.
         """
         if settings is None:
             config = config or EnvironmentConfigurationManager()
@@ -122,7 +120,6 @@ class WorkerPoolManager:
         self._max_assignment_age_seconds = max_assignment_age_seconds
         self._on_reading_wanted = on_reading_wanted
         self._refusals = Refusals(tell_endpoints)
-        self._asking = ASKING.union(also_asking)
         self._given_clock = clock
         self._pool: Pool | None = None
 
@@ -139,7 +136,7 @@ class WorkerPoolManager:
         self._answers: dict[str, asyncio.Future[Lease | Ended]] = {}
         self._workers: dict[str, tuple[Request, WorkerInfo, float]] = {}
         self._waiting_workers: set[str] = set()
-        self._holders = Holders(self._loop, self._asking, self._is_held, self._asker_finished)
+        self._holders = Holders(self._loop, self._is_held, self._asker_finished)
         self._timer: Timer | None = None
         self._timer_at = 0.0
         #: Asked for with every reading, not with every request.
@@ -301,7 +298,7 @@ class WorkerPoolManager:
         if holder is None:
             self._check_already_released(pool, assignment)
         else:
-            self._release(pool, holder.lease)
+            self._release(pool, holder)
 
     def release_worker(self, worker_id: str) -> None:
         """Give back what a worker has that was enqueued to be called back."""
@@ -309,15 +306,15 @@ class WorkerPoolManager:
         holder = self._holders.get(worker_id)
         if holder is None:
             raise InvalidAssignmentError(f"worker {worker_id!r} holds no GPU of this pool")
-        self._release(pool, holder.lease)
+        self._release(pool, holder)
 
-    def _release(self, pool: Pool, lease: Lease) -> None:
-        worker_id = lease.request.worker_id
-        del self._holders[worker_id]
+    def _release(self, pool: Pool, holder: Holder) -> None:
+        lease = holder.lease
+        self._holders.remove(holder)
         try:
             effects = pool.apply(Released(lease.lease_id), self._now())
         except LeaseEndedError as error:
-            raise StaleAssignmentError(f"{worker_id}: {error}") from None
+            raise StaleAssignmentError(f"{lease.request.worker_id}: {error}") from None
         if effects:
             self._perform_all(effects)
         if self._is_talkative:
@@ -455,7 +452,7 @@ class WorkerPoolManager:
             _log.warning("%s taken back from %s: %s", shown_gpus(effect.lease), worker_id, effect.reason)
             holder = self._holders.get(worker_id)
             if holder is not None and holder.lease.lease_id == effect.lease.lease_id:
-                del self._holders[worker_id]
+                self._holders.remove(holder)
 
     def _wake_at(self, at: float) -> None:
         if self._timer is not None:
@@ -514,7 +511,3 @@ def _is_duration(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return 0 <= value <= sys.float_info.max or value == math.inf
-
-
-#: What a task runs that only asks.
-ASKING = frozenset({WorkerPoolManager.request_gpu.__code__, WorkerPoolManager.acquire.__code__})

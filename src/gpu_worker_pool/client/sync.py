@@ -12,7 +12,7 @@ import threading
 from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gpu_worker_pool.client.client import GPUWorkerPoolClient as AsyncClient
 from gpu_worker_pool.client.loop_thread import Call, LoopThread
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GPUContextManager", "GPUWorkerPoolClient", "gpu_worker_pool_client"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -67,25 +66,8 @@ class GPUWorkerPoolClient:
         on_lease_lost: Callable[[GPUAssignment], object] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self._client = AsyncClient(
-            service_endpoint,
-            service_endpoints,
-            load_balancing_strategy,
-            memory_threshold,
-            utilization_threshold,
-            polling_interval,
-            worker_timeout,
-            request_timeout,
-            endpoint_timeout=endpoint_timeout,
-            endpoint_max_retries=endpoint_max_retries,
-            endpoint_health_check_interval=endpoint_health_check_interval,
-            coordination=coordination,
-            lease_ttl=lease_ttl,
-            api_key=api_key,
-            allow_insecure_key=allow_insecure_key,
-            on_lease_lost=on_lease_lost,
-            environ=environ,
-        )
+        # The async client has the same arguments.
+        self._client = AsyncClient(**{name: value for name, value in locals().items() if name != "self"})
         #: Guards concurrent starts and stops; held only briefly.
         self._starting = threading.RLock()
         self._running: LoopThread | None = None
@@ -165,22 +147,8 @@ class GPUWorkerPoolClient:
         serve it; `PoolStoppedError` if another thread stops the client meanwhile. An interrupt, such as Ctrl-C,
         cancels the request.
         """
-        request = partial(
-            self._client.request_gpu,
-            timeout,
-            count=count,
-            memory_mb=memory_mb,
-            share=share,
-            min_free_memory_mb=min_free_memory_mb,
-            gpu_model=gpu_model,
-            only=only,
-            exclude=exclude,
-            priority=priority,
-            policy=policy,
-            label=label,
-        )
-        running = self._usable()
-        return running.request(Call(request))
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        return self._usable().request(Call(partial(self._client.request_gpu, **arguments)))
 
     def release_gpu(self, assignment: GPUAssignment) -> None:
         """Release a GPU. Twice is harmless; `StaleAssignmentError` if the assignment was already lost."""

@@ -111,15 +111,12 @@ class Acquisition:
         self.leave(endpoint_id)
         self.refused[endpoint_id] = error
 
-    def stop(self) -> None:
+    def withdraw(self) -> None:
+        """End it, and give back what it was granted."""
         self._is_stopped = True
         for request in self.requests.values():
             request.withdraw()
         self._news.set()
-
-    def withdraw(self) -> None:
-        """Its caller has gone: end it, and give back what it was granted."""
-        self.stop()
 
     @property
     def _candidates(self) -> list[Candidate]:

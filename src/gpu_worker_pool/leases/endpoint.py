@@ -107,24 +107,22 @@ class LeaseEndpoint:
         is_long = wait_seconds > 0
         if is_long:
             self._breaker.left()  # others need not wait until it is over
-        has_verdict = False
         try:
             answer = await self.service.acquire(request, wait_seconds=wait_seconds, may_reserve=may_reserve)
-        except RetryableError as error:
-            has_verdict = True
-            self._failed(error, is_inside=not is_long)
+        except GPUWorkerPoolError as error:
+            if isinstance(error, RetryableError):
+                self._failed(error, is_inside=not is_long)
+            else:
+                self._answered(is_inside=not is_long)
             raise
-        except GPUWorkerPoolError:
-            has_verdict = True
-            self._answered(is_inside=not is_long)
+        except BaseException:  # which says nothing about the endpoint
+            if not is_long:
+                self._breaker.left()
             raise
         else:
-            has_verdict = True
             self._answered(is_inside=not is_long)
             return answer
         finally:
-            if not has_verdict and not is_long:
-                self._breaker.left()
             self._notify_changed()
 
     def _answered(self, *, is_inside: bool) -> None:

@@ -5,57 +5,38 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from gpu_worker_pool.api.client import APIClient, requirements_body
+from gpu_worker_pool.api.client import requirements_body
 from gpu_worker_pool.api.decoder import QueuePosition
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.leases.lease import HeldLease
 from gpu_worker_pool.leases.service import LeasedGPU, StillWaiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import aiohttp
-
+    from gpu_worker_pool.api.client import APIClient
     from gpu_worker_pool.core.events import Request
 
 
 class HTTPLeaseService:
-    """`session` returns the session of the event loop in use, which is shared with others and not closed here.
-
-    A request's `owner` is the token that renewing, releasing and cancelling need.
-    """
+    """A request's `owner` is the token that renewing, releasing and cancelling need."""
 
     longest_silence_seconds = math.inf
 
-    def __init__(
-        self,
-        endpoint_id: str,
-        url: str,
-        session: Callable[[], aiohttp.ClientSession],
-        *,
-        timeout_seconds: float,
-        api_key: str | None = None,
-        allow_insecure_key: bool = False,
-        now: Callable[[], float] = boot_time,
-    ) -> None:
+    def __init__(self, endpoint_id: str, api: APIClient) -> None:
         self.endpoint_id = endpoint_id
-        self._api = APIClient(
-            url, session, timeout_seconds=timeout_seconds, api_key=api_key, allow_insecure_key=allow_insecure_key
-        )
-        self._now = now
+        self._api = api
 
     def __repr__(self) -> str:
         return f"<HTTPLeaseService {self.endpoint_id} {self._api.url}>"
 
     async def acquire(self, request: Request, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
-        sent_at = self._now()
+        sent_at = boot_time()
         found = await self._api.acquire(
             _body_of(request), request.owner, wait_seconds=wait_seconds, may_reserve=may_reserve
         )
         if isinstance(found, QueuePosition):
             return StillWaiting(*found)
         gpus = tuple(LeasedGPU(*gpu) for gpu in found.gpus)
-        return HeldLease(self, request, found.lease_id, found.fence, gpus, sent_at, now=self._now)
+        return HeldLease(self, request, found.lease_id, found.fence, gpus, sent_at)
 
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
         await self._api.renew(lease.lease_id, lease.request.owner, timeout_seconds=timeout_seconds)

@@ -157,16 +157,16 @@ class LocalLeaseService:
     async def close(self) -> None:
         await self.rest()
 
-    async def readings(self) -> tuple[HostSample, tuple[GPUReading, ...], set[str]]:
-        """The sample, the GPUs of it that this program may use, and the ids of those that others hold."""
+    async def readings(self) -> tuple[HostSample, tuple[GPUReading, ...], Sequence[Lease]]:
+        """The sample, the GPUs of it that this program may use, and the leases that keep it from using them."""
         async with self._host() as host:
             sample = await host.sample()
             inherited = await self._inherit(host, _gpus_in(sample))
-            promised = {gpu_id for lease in await host.broker.held() for gpu_id in lease.gpu_ids}
+            held = await host.broker.held()
         gpus = self._visibility.apply(_gpus_in(sample)).gpus
         if inherited is None:
-            return sample, gpus, promised
-        return sample, tuple(gpu for gpu in gpus if gpu.index in inherited.indices), set()
+            return sample, gpus, held
+        return sample, tuple(gpu for gpu in gpus if gpu.index in inherited.indices), ()
 
     # --- the broker ---
 

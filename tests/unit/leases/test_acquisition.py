@@ -345,7 +345,7 @@ async def test_a_stop_ends_it(track: Track) -> None:
     acquisition = track.acquisition("a", then=("b",))
     running = asyncio.create_task(acquisition.run())
     await until(lambda: all(track.endpoints[name].waiting for name in "ab"))
-    acquisition.stop()
+    acquisition.withdraw()
     with pytest.raises(PoolStoppedError):
         await running
     await track.is_clean()

@@ -6,6 +6,7 @@ import math
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+from gpu_worker_pool.api.client import APIClient
 from gpu_worker_pool.api.transport import make_session
 from gpu_worker_pool.cli.keys import Tokens, allows_insecure_key
 from gpu_worker_pool.cli.views.http_host import HTTPHost
@@ -29,14 +30,14 @@ _sessions: list[aiohttp.ClientSession] = []
 
 
 def server_leases(endpoint: EndpointConfig, environment: MultiEndpointConfigurationManager) -> RememberedLeases:
-    service = HTTPLeaseService(
-        endpoint.endpoint_id,
+    api = APIClient(
         endpoint.url,
         _session,
         timeout_seconds=environment.get_endpoint_timeout(),
         api_key=environment.get_api_key(),
         allow_insecure_key=allows_insecure_key(),
     )
+    service = HTTPLeaseService(endpoint.endpoint_id, api)
     return RememberedLeases(endpoint, service, Tokens(), Environment().text("GPU_POOL_LEASE_ID"))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from gpu_worker_pool.api.gpu_rows import stats_body
-from gpu_worker_pool.api.lease_rows import explanation_body, lease_row, promise, queue_row
+from gpu_worker_pool.api.lease_rows import explanation_body, lease_row, promises_of, queue_row
 from gpu_worker_pool.broker.local import LocalBroker, local_user
 from gpu_worker_pool.cli.endpoints import local_backend
 from gpu_worker_pool.cli.local_state import local_state_directory
@@ -63,12 +63,7 @@ class LocalHost:
     async def stats(self) -> Body:
         sample = await self._host.sample(FIRST_SAMPLE_SECONDS)
         assert isinstance(sample.answer, DriverAnswer)
-        leases = await self._leases()
-        promises: dict[str, list[dict[str, Any]]] = {}
-        for lease in leases:
-            for gpu_id in lease.gpu_ids:
-                promises.setdefault(gpu_id, []).append(promise(lease))
-        body = stats_body(sample, sample.answer.gpus, promises)
+        body = stats_body(sample, sample.answer.gpus, promises_of(await self._leases()))
         return {**body, "sample_age_seconds": round(max(boot_time() - sample.begun_at, 0.0), 3)}
 
     async def leases(self) -> Body:

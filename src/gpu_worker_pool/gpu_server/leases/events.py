@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from gpu_worker_pool.api.lease_rows import lease_row, promise
+from gpu_worker_pool.api.lease_rows import lease_row, promises_of
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.gpu_server.events import json_event
@@ -39,13 +39,7 @@ class LeaseEvents:
         self._broker.on_change = on_change
 
     def promises(self) -> Promises:
-        if not self._broker.is_informed:
-            return None
-        found: dict[str, list[dict[str, Any]]] = {}
-        for lease in self._broker.leases.values():
-            for gpu_id in lease.gpu_ids:
-                found.setdefault(gpu_id, []).append(promise(lease))
-        return found
+        return promises_of(self._broker.leases.values()) if self._broker.is_informed else None
 
     def first(self) -> bytes:
         """The present state, for a new listener."""
