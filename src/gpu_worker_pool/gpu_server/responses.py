@@ -46,9 +46,12 @@ class Reply(NamedTuple):
     headers: Headers = ()
 
 
+def as_json(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+
+
 def json_reply(status: int, body: dict[str, Any], headers: Headers = ()) -> Reply:
-    encoded = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-    return Reply(status, encoded, (NO_STORE, *headers))
+    return Reply(status, as_json(body), (NO_STORE, *headers))
 
 
 class Refusal(Exception):  # noqa: N818  # an answer, not a failure
