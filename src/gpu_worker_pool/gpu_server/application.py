@@ -87,9 +87,13 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
             holders=tuple if load is None else load.holders,
         )
 
+        pool_settings = PoolSettings(
+            poll_seconds=settings.refresh_interval, most_waiting_of_an_account=settings.gpu_pool_most_waiting
+        )
+
         def open_ledger(on_commit: OnCommit) -> Ledger:
             parts.has_state_directory = _find_state_directory(state_dir) is not None
-            return open_host_ledger(settings.gpu_backend, _pool_settings(settings), on_commit, state_dir=state_dir)
+            return open_host_ledger(settings.gpu_backend, pool_settings, on_commit, state_dir=state_dir)
 
         broker = LeaseBroker(
             open_ledger,
@@ -175,12 +179,6 @@ def _find_state_directory(configured: str | None) -> str | None:
         return str(state_directory(configured))
     except OSError:
         return None
-
-
-def _pool_settings(settings: ServerSettings) -> PoolSettings:
-    return PoolSettings(
-        poll_seconds=settings.refresh_interval, most_waiting_of_an_account=settings.gpu_pool_most_waiting
-    )
 
 
 # --- while it runs ---
