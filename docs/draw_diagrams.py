@@ -9,9 +9,25 @@ import ast
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import gpu_worker_pool
-from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, LeaseState, RequestState, diagram
+from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, LeaseState, RequestState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+def diagram(moves: Mapping[Any, Mapping[Any, str]], starts: Iterable[str]) -> str:
+    """The table as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2"]
+    lines += [f"    [*] --> {start}" for start in starts]
+    lines += [
+        f"    {origin} --> {target}: {cause}" for origin, targets in moves.items() for target, cause in targets.items()
+    ]
+    lines += [f"    {state} --> [*]" for state, targets in moves.items() if not targets]
+    return "\n".join(lines)
+
 
 PAGE = Path(__file__).parent / "ARCHITECTURE.md"
 PACKAGE = Path(gpu_worker_pool.__file__).parent
@@ -29,7 +45,7 @@ def files() -> str:
 
 def _table(folder: Path) -> str:
     name = folder.relative_to(PACKAGE).as_posix()
-    rows = [f"| file, in `{'' if name == '.' else name + '/'}` | |", "| --- | --- |"]
+    rows = [f"| file, {'at the root' if name == '.' else f'in `{name}/`'} | |", "| --- | --- |"]
     for path in sorted(folder.glob("*.py")):
         head = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
         if path.name != "__init__.py":

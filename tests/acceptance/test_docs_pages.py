@@ -46,7 +46,7 @@ class References(HTMLParser):
         self.found += [value for name, value in attrs if name in ("src", "href", "spec-url") and value]
 
     def handle_data(self, data: str) -> None:
-        self.found += re.findall(r'\burl: "([^"]+)"', data)
+        self.found += re.findall(r"""\burl: ["']([^"']+)""", data)
 
 
 def content_policy(server: ServerProcess, page: str) -> dict[str, list[str]]:

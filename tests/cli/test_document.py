@@ -11,8 +11,8 @@ from typing import Any
 import click
 import pytest
 
+from gpu_worker_pool.cli.exits import Status
 from gpu_worker_pool.cli.program import COMMANDS, gpu_pool
-from gpu_worker_pool.cli.statuses import Status
 from tests.cli.programs import Programs
 from tests.waiting import eventually
 

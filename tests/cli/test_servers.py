@@ -147,7 +147,7 @@ def test_a_server_that_is_away_while_the_command_runs(brave: Programs, mortal: S
 def test_a_server_that_is_away_for_longer_than_the_lease_lives(brave: Programs, mortal: ServerProcess) -> None:
     process = brave.holding("--ttl", "3s", seconds=40)
     mortal.kill()
-    eventually(lambda: "could not be renewed for 3 s, its TTL; the command goes on" in process.err)
+    eventually(lambda: "could not be renewed for 3 s, its TTL; the command keeps running" in process.err)
     time.sleep(18)  # time in which nobody serves the ledger does not count
     mortal.start()
     eventually(lambda: "the lease is renewed again" in process.err)

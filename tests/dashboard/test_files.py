@@ -16,8 +16,7 @@ import pytest
 import gpu_worker_pool
 from gpu_worker_pool.gpu_server import ServerSettings
 from gpu_worker_pool.gpu_server.compression import accepts_gzip
-from gpu_worker_pool.gpu_server.dashboard.files import HERE
-from gpu_worker_pool.gpu_server.dashboard.page import host_id
+from gpu_worker_pool.gpu_server.dashboard.page import HERE, host_id
 from tests.dashboard.looking import take
 from tests.server_process import ServerProcess
 

@@ -22,7 +22,7 @@ from gpu_worker_pool.gpu_server.dashboard.peers import (
     TIMEOUT_SECONDS,
     Fleet,
 )
-from gpu_worker_pool.gpu_server.peer_list import MOST_PEERS, read_peers
+from gpu_worker_pool.gpu_server.settings import MOST_PEERS, read_peers
 from tests.fakes.http_server import (
     Behaviour,
     Conversation,

@@ -18,6 +18,7 @@ from typing import Any
 
 import apsw
 import pytest
+from tests.fakes.memory_ledger import MemoryLedger
 from tests.waiting import eventually
 
 from gpu_worker_pool.broker.broker import Change, LeaseBroker, Waiting, owner_of
@@ -48,7 +49,6 @@ from gpu_worker_pool.errors import (
 )
 from gpu_worker_pool.hardware.processes import name_of_this_process
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUReading, HostSample, MIGReading
-from gpu_worker_pool.ledger.memory import MemoryLedger
 from gpu_worker_pool.ledger.sqlite import SQLiteLedger
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ class ReadByHand(LeaseBroker):
         settings = settings or PoolSettings(offer_ttl_seconds=0.3)
         self.load = SimulatedLoad()
         super().__init__(
-            lambda tell: SQLiteLedger(folder / "ledger.db", settings, tell),
+            lambda on_commit: SQLiteLedger(folder / "ledger.db", settings, on_commit),
             self.wanted,
             on_leases=self.load.take,
             **more,
@@ -335,7 +335,7 @@ async def test_whoever_renews_is_told_of_its_own_lease(tmp_path: Path) -> None:
         async def submit(self, _event: Event) -> tuple[Effect, ...]:
             return Granted(first), Granted(second)
 
-    both = LeaseBroker(lambda tell: GrantsBoth(PoolSettings(), tell), lambda _: None)
+    both = LeaseBroker(lambda on_commit: GrantsBoth(PoolSettings(), on_commit), lambda _: None)
     await both.start()
     assert await both.renew(second.lease_id, "me") == second
     await both.stop()

@@ -9,10 +9,10 @@ from typing import Any
 import apsw
 
 from gpu_worker_pool.core import Effect, Lease, Observed, Outcome, PoolSettings, Request, Requirements, Waiter
-from gpu_worker_pool.ledger import Committed, Ledger, Tell
-from gpu_worker_pool.ledger.memory import MemoryLedger
+from gpu_worker_pool.ledger import Committed, Ledger, OnCommit
 from gpu_worker_pool.ledger.sqlite import SQLiteLedger
 from gpu_worker_pool.testing import FakeClock, gpu, gpus, snapshot
+from tests.fakes.memory_ledger import MemoryLedger
 
 TTL = 60.0
 
@@ -25,13 +25,13 @@ class Place:
         self.clock = FakeClock(1000.0)
         self.boot_id = "first-boot"
 
-    def open(self, tell: Tell, settings: PoolSettings | None = None) -> Ledger:
+    def open(self, on_commit: OnCommit, settings: PoolSettings | None = None) -> Ledger:
         raise NotImplementedError
 
 
 class InMemory(Place):
-    def open(self, tell: Tell, settings: PoolSettings | None = None) -> Ledger:
-        return MemoryLedger(settings or PoolSettings(), tell, self.clock)
+    def open(self, on_commit: OnCommit, settings: PoolSettings | None = None) -> Ledger:
+        return MemoryLedger(settings or PoolSettings(), on_commit, self.clock)
 
 
 class InSQLite(Place):
@@ -39,8 +39,10 @@ class InSQLite(Place):
     def path(self) -> Path:
         return self.folder / "ledger.db"
 
-    def open(self, tell: Tell, settings: PoolSettings | None = None) -> SQLiteLedger:
-        return SQLiteLedger(self.path, settings or PoolSettings(), tell, clock=self.clock.now, boot_id=self.boot_id)
+    def open(self, on_commit: OnCommit, settings: PoolSettings | None = None) -> SQLiteLedger:
+        return SQLiteLedger(
+            self.path, settings or PoolSettings(), on_commit, clock=self.clock.now, boot_id=self.boot_id
+        )
 
     def read(self, sql: str, *values: Any) -> list[Any]:
         """What the file says, as somebody else would find it; of one column the values alone."""

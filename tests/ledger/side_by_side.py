@@ -45,9 +45,9 @@ from gpu_worker_pool.core import (
 )
 from gpu_worker_pool.core.saved import to_json
 from gpu_worker_pool.errors import IllegalEventError
-from gpu_worker_pool.ledger.memory import MemoryLedger
 from gpu_worker_pool.ledger.sqlite import SILENCE_SECONDS, SQLiteLedger
 from gpu_worker_pool.testing import History, gpus, snapshot
+from tests.fakes.memory_ledger import MemoryLedger
 from tests.ledger.places import InSQLite, Told, request
 from tests.unit.core.histories import Histories
 

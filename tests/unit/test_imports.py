@@ -21,7 +21,7 @@ def loaded_by(statement: str) -> set[str]:
     [
         "import gpu_worker_pool",
         "import gpu_worker_pool.worker_pool_manager, gpu_worker_pool.testing",
-        "import gpu_worker_pool.hardware.host, gpu_worker_pool.hardware.visibility",
+        "import gpu_worker_pool.hardware.sampler, gpu_worker_pool.hardware.visibility",
         "from gpu_worker_pool.gpu_server import ServerSettings, get_bool_env",
     ],
 )

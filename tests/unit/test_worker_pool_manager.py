@@ -685,7 +685,7 @@ async def test_an_older_reading_does_not_replace_a_newer_one(pool: WorkerPoolMan
         {"utilization_percent": 250.0},
         {"utilization_percent": -5.0},
         {"utilization_percent": math.inf},
-        {"is_promised_elsewhere": True},
+        {"is_leased_elsewhere": True},
     ],
     ids=str,
 )

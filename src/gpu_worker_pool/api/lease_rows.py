@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.broker.broker import Waiting
     from gpu_worker_pool.broker.usage import LeaseUsage
     from gpu_worker_pool.core.assignments import Lease
+    from gpu_worker_pool.core.events import Request
     from gpu_worker_pool.core.explanation import Explanation
 
 
@@ -121,13 +122,19 @@ def waiting_body(waiting: Waiting, token: str) -> dict[str, Any]:
 
 def queue_row(waiting: Waiting) -> dict[str, Any]:
     """For any caller."""
-    request = waiting.request
     return {
-        "request_id": request.request_id,
-        "worker_id": request.worker_id,
+        **request_row(waiting.request),
         "position": waiting.position,
         "waiting_seconds": _seconds(waiting.waiting_seconds),
         "reasons": list(waiting.reasons),
+    }
+
+
+def request_row(request: Request) -> dict[str, Any]:
+    """For any caller."""
+    return {
+        "request_id": request.request_id,
+        "worker_id": request.worker_id,
         "label": request.label,
         "priority": request.requirements.priority,
         "count": request.requirements.count,

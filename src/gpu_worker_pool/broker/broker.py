@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.broker.usage import LeaseUsage
     from gpu_worker_pool.core import Effect, Event, Explanation, Pool, Requirements
     from gpu_worker_pool.hardware.samples import GPUReading, HostSample
-    from gpu_worker_pool.ledger import Committed, Ledger, Tell
+    from gpu_worker_pool.ledger import Committed, Ledger, OnCommit
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class LeaseBroker:
 
     def __init__(
         self,
-        open_ledger: Callable[[Tell], Ledger],
+        open_ledger: Callable[[OnCommit], Ledger],
         want_reading: Callable[[float], object],
         *,
         on_leases: Callable[[Iterable[Lease]], object] | None = None,
@@ -205,7 +205,9 @@ class LeaseBroker:
                 if listener.done():
                     self._unlisten(request.request_id, listener)
                     listener = self._listen(request.request_id)
-                    lease = self._lease_for(request.request_id, poll_id)
+                    held = self.held_by(request.request_id)
+                    # One that was granted to another poll may soon become an offer.
+                    lease = held if held is not None and held.poll_id == poll_id else None
                     if lease is None and request.request_id not in self.waiting and not self._is_stopping:
                         lease = await poll(poll_deadline)
             while lease is None:
@@ -223,11 +225,6 @@ class LeaseBroker:
     async def _poll(self, request: Request, poll_deadline: float, *, may_reserve: bool, poll_id: str) -> Lease | None:
         event = Requested(request, poll_deadline=poll_deadline, may_reserve=may_reserve, poll_id=poll_id)
         return self._answer_in(await self._submit(event), request.request_id)
-
-    def _lease_for(self, request_id: str, poll_id: str) -> Lease | None:
-        """The lease that was granted to this poll. One granted to another poll may soon become an offer."""
-        leases = (lease for lease in self.leases.values() if lease.request.request_id == request_id)
-        return next((lease for lease in leases if lease.state is LeaseState.HELD and lease.poll_id == poll_id), None)
 
     def _answer_in(self, effects: Iterable[Effect], request_id: str) -> Lease | None:
         for effect in effects:
@@ -255,11 +252,10 @@ class LeaseBroker:
 
     # --- leases ---
 
-    def is_held(self, request_id: str) -> bool:
-        """Whether it was granted, and its client knows."""
-        return any(
-            lease.state is LeaseState.HELD and lease.request.request_id == request_id for lease in self.leases.values()
-        )
+    def held_by(self, request_id: str) -> Lease | None:
+        """The lease that this request was granted, if its client knows of it."""
+        leases = (lease for lease in self.leases.values() if lease.request.request_id == request_id)
+        return next((lease for lease in leases if lease.state is LeaseState.HELD), None)
 
     async def held(self) -> list[Lease]:
         """Offered, held and quarantined leases of the ledger; also while it cannot be written."""

@@ -12,15 +12,12 @@ from gpu_worker_pool.broker.simulated_load import SimulatedLoad
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.errors import ServiceRefusedError, ServiceRetryableError
-from gpu_worker_pool.hardware.host import host_sampler
+from gpu_worker_pool.hardware.sampler import host_sampler
 from gpu_worker_pool.hardware.samples import DriverFailure
 from gpu_worker_pool.ledger.host import open_host_ledger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from gpu_worker_pool.hardware.readers import Reader
-    from gpu_worker_pool.hardware.sampler import LatestSamples
     from gpu_worker_pool.hardware.samples import HostSample
 
 
@@ -49,12 +46,10 @@ class LocalBroker:
         *,
         settings: PoolSettings | None = None,
         state_dir: str | None = None,
-        on_sample: Callable[[HostSample], object] | None = None,
         reader: Reader | None = None,
     ) -> None:
-        """`on_sample` is called in the event loop's thread; `reader` replaces the one that `backend` names."""
+        """`reader` replaces the one that `backend` names."""
         self._loop = asyncio.get_running_loop()
-        self._on_sample = on_sample
         self._sampled = asyncio.Event()
         #: The last sample that the broker was given, and the last one without a `DriverFailure`.
         self._last: HostSample | None = None
@@ -72,15 +67,10 @@ class LocalBroker:
             holders=tuple if load is None else load.holders,
         )
         self.broker = LeaseBroker(
-            lambda tell: open_host_ledger(backend, settings, tell, state_dir=state_dir),
+            lambda on_commit: open_host_ledger(backend, settings, on_commit, state_dir=state_dir),
             self._sampler.want_fresh,
             on_leases=None if load is None else load.take,
         )
-
-    @property
-    def seen(self) -> LatestSamples:
-        """What is known of the GPUs at this moment."""
-        return self._sampler.seen
 
     async def start(self) -> None:
         await self.broker.start()
@@ -123,5 +113,3 @@ class LocalBroker:
             self._good = sample
         self.broker.take(sample)
         self._sampled.set()
-        if self._on_sample is not None:
-            self._on_sample(sample)

@@ -55,7 +55,7 @@ def _open_missing_streams() -> None:
 
 
 def _run_with_lease_process(words: Sequence[str]) -> int:
-    from gpu_worker_pool.cli.failures import CommandError
+    from gpu_worker_pool.cli.exits import CommandError
     from gpu_worker_pool.cli.running.lease_process import LeaseProcess
 
     try:

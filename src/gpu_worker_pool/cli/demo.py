@@ -16,9 +16,9 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool import GPUWorkerPoolClient, ImpossibleRequestError, WorkerTimeoutError
-from gpu_worker_pool.cli.failures import CommandError
-from gpu_worker_pool.cli.printable import printable
-from gpu_worker_pool.cli.tables import is_pretty, make_console, make_table, print_line
+from gpu_worker_pool.cli.exits import CommandError
+from gpu_worker_pool.cli.output import print_line, printable
+from gpu_worker_pool.cli.tables import is_pretty, make_console, make_table
 from gpu_worker_pool.cli.views import overview
 from gpu_worker_pool.cli.views.queries import open_hosts, opened, query_hosts
 from gpu_worker_pool.clocks import boot_time

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Final
 
-from gpu_worker_pool.cli.logs import warned_today
 from gpu_worker_pool.errors import ServiceRefusedError
 from gpu_worker_pool.state_directory import SHARED_DIRECTORY, state_directory
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+#: Interval between warnings about an unshared state directory.
+SAME_WARNING_SECONDS: Final = 24 * 3600.0
 
 
 def local_state_directory() -> Path:
@@ -38,4 +41,18 @@ def privacy_warning(directory: Path) -> str:
 
 def new_privacy_warning(directory: Path) -> str | None:
     """Once a day."""
-    return privacy_warning(directory) if is_private(directory) and not warned_today(directory) else None
+    return privacy_warning(directory) if is_private(directory) and not _warned_today(directory) else None
+
+
+def _warned_today(directory: Path) -> bool:
+    """Whether the user was warned about this directory within a day; notes the warning."""
+    stamp = directory / "warned-not-shared"
+    try:
+        if time.time() - stamp.stat().st_mtime < SAME_WARNING_SECONDS:
+            return True
+        stamp.touch()
+    except FileNotFoundError:
+        stamp.touch()
+    except OSError:
+        return True
+    return False

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from typing import TYPE_CHECKING, Final
 
-from gpu_worker_pool.cli.printable import printable
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-#: Interval between warnings about an unshared state directory.
-SAME_WARNING_SECONDS: Final = 24 * 3600.0
+from gpu_worker_pool.cli.output import printable
 
 
 class _Line(logging.Formatter):
@@ -29,17 +21,3 @@ def configure_logs() -> None:
     logger.addHandler(handler)
     logger.propagate = False
     logger.setLevel(logging.DEBUG if os.environ.get("GPU_POOL_DEBUG") else logging.ERROR)
-
-
-def warned_today(directory: Path) -> bool:
-    """Whether the user was warned about this directory within a day; notes the warning."""
-    stamp = directory / "warned-not-shared"
-    try:
-        if time.time() - stamp.stat().st_mtime < SAME_WARNING_SECONDS:
-            return True
-        stamp.touch()
-    except FileNotFoundError:
-        stamp.touch()
-    except OSError:
-        return True
-    return False

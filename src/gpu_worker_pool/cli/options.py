@@ -10,7 +10,6 @@ from typing import Any, Final
 import click
 
 from gpu_worker_pool.cli.quantities import Duration, GPUNames, MemorySize, Percent
-from gpu_worker_pool.cli.running.lease_spec import WaitLimit
 
 Command = Callable[..., Any]
 
@@ -96,19 +95,33 @@ def requirements_options(command: Command) -> Command:
 
 
 def lease_options(command: Command) -> Command:
-    """Passes `wait_limit`, `label` and `ttl` to the command."""
+    """The options of `run` and `wait`: passes `spec`, `progress` and `uuids` to the command."""
 
     @wraps(command)
-    def with_wait_limit(**given: Any) -> Any:
-        timeout, no_wait, label = given.pop("timeout"), given.pop("no_wait"), given["label"]
+    def with_spec(
+        *,
+        requirement_options: dict[str, Any],
+        endpoints: tuple[str, ...],
+        timeout: float | None,
+        no_wait: bool,
+        label: str | None,
+        ttl: float | None,
+        with_reasons: bool,
+        quiet: bool,
+        **given: Any,
+    ) -> Any:
+        from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
+        from gpu_worker_pool.cli.running.progress import Progress
+
         if no_wait and timeout is not None:
             raise click.UsageError("--no-wait and --timeout exclude each other: give only one of them.")
         if label is not None and not _TEXT.fullmatch(label):
             raise click.UsageError("--label must be at most 200 characters, all of them printable.")
-        return command(wait_limit=WaitLimit(timeout, no_wait), **given)
+        spec = LeaseSpec(requirement_options, list(endpoints), timeout, no_wait, label, ttl)
+        return command(spec=spec, progress=Progress(is_wanted=not quiet, with_reasons=with_reasons), **given)
 
-    return _applied(
-        with_wait_limit,
+    with_options = _applied(
+        with_spec,
         [
             click.option(
                 "--timeout", type=Duration(), help="Longest wait: 90s, 5m, 2h (then status 124).  [default: no limit]"
@@ -120,8 +133,15 @@ def lease_options(command: Command) -> Command:
                 type=Duration(2.0, 3600.0),
                 help="How long the lease lasts without renewal: 2s to 1h.  [default: 60s]",
             ),
+            click.option("--uuids", is_flag=True, help="Name GPUs by UUID instead of by index."),
+            click.option(
+                "--explain", "with_reasons", is_flag=True, help="While waiting, print the reason for every GPU."
+            ),
+            click.option("-q", "--quiet", is_flag=True, help="Print nothing while waiting."),
+            endpoint_option,
         ],
     )
+    return requirements_options(with_options)
 
 
 endpoint_option: Callable[[Command], Command] = click.option(

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from gpu_worker_pool._version import __version__
-from gpu_worker_pool.cli.failures import CommandError
-from gpu_worker_pool.cli.interrupts import die_of_interrupt
-from gpu_worker_pool.cli.statuses import KILLED, Status, status_of
+from gpu_worker_pool.cli.exits import KILLED, CommandError, Status, die_of_interrupt, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,8 +56,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:  # noqa: ARG002
         if name not in COMMANDS:
             return None
-        command = getattr(import_module(f"gpu_worker_pool.cli.commands.{name}"), name)
-        assert isinstance(command, click.Command)
+        command: click.Command = getattr(import_module(f"gpu_worker_pool.cli.commands.{name}"), name)
+        command.short_help = COMMANDS[name]
         return command
 
     def resolve_command(
@@ -123,12 +121,8 @@ def _report(error: Exception) -> int:
     from gpu_worker_pool.errors import GPUWorkerPoolError
 
     if isinstance(error, GPUWorkerPoolError):
-        reported = CommandError(str(error), status_of(error))
-    elif isinstance(error, OSError):
-        reported = CommandError(str(error), Status.FAILED)
-    else:
-        reported = CommandError(
-            f"internal error of gpu-pool ({type(error).__name__}: {error}); GPU_POOL_DEBUG=1 shows the traceback",
-            Status.BUG,
-        )
-    return reported.report()
+        return CommandError(str(error), status_of(error)).report()
+    if isinstance(error, OSError):
+        return CommandError(str(error)).report()
+    text = f"internal error of gpu-pool ({type(error).__name__}: {error}); GPU_POOL_DEBUG=1 shows the traceback"
+    return CommandError(text, Status.BUG).report()

@@ -103,13 +103,15 @@ class GPUNames(_Names):
 def spoken_seconds(seconds: float) -> str:
     """7 s, 2 min 5 s, 3 h 20 min, 2 d 3 h."""
     whole = max(int(seconds), 0)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s" if whole % 60 else f"{whole // 60} min"
-    if whole < 86_400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min" if whole % 3600 // 60 else f"{whole // 3600} h"
-    return f"{whole // 86_400} d {whole % 86_400 // 3600} h" if whole % 86_400 // 3600 else f"{whole // 86_400} d"
+    for size, unit, part_size, part in (
+        (86_400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= size:
+            rest = whole % size // part_size
+            return f"{whole // size} {unit} {rest} {part}" if rest else f"{whole // size} {unit}"
+    return f"{whole} s"
 
 
 def spoken_mb(megabytes: float | None) -> str:

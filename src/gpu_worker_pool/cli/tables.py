@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Final
 
-from gpu_worker_pool.cli.printable import printable
+from gpu_worker_pool.cli.output import print_line, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,7 +114,3 @@ def style_of(cell: str) -> str:
         "fault": "bold red",
         "wrong": "bold red",
     }.get(first, "")
-
-
-def print_line(text: str = "") -> None:
-    sys.stdout.write(f"{printable(text)}\n")

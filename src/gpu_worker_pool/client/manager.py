@@ -495,7 +495,7 @@ def readings_of(stats: GPUStats, endpoint_id: str = "") -> list[Reading]:
             fault=info.fault,
             # How many says who only where there are none.
             processes=() if info.process_count == 0 else None,
-            is_promised_elsewhere=info.leased,
+            is_leased_elsewhere=info.leased,
         )
         for info in stats.gpus_summary
     ]

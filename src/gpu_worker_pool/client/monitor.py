@@ -186,7 +186,7 @@ class GPUMonitor:
             except ServiceRefusedError as error:
                 # It answers, so the breaker stays closed; but it cannot be used.
                 self.endpoint.failed(error)
-                breaker.succeeded(time.monotonic())
+                breaker.succeeded()
                 self._has_verdict = True
                 self._lose(error)
                 return
@@ -205,7 +205,7 @@ class GPUMonitor:
                 attempt += 1
                 await asyncio.sleep(delay)
             else:
-                breaker.succeeded(time.monotonic())
+                breaker.succeeded()
                 self._has_verdict = True
                 self._take(fetched)
                 return

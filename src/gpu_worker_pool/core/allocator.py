@@ -263,7 +263,7 @@ class GPUAllocator:
         gpu.rank = (gpu.usage_percent, gpu.last_fence, gpu.index, gpu.gpu_id, gpu)
         # Leases are looked at in `_index`: they change between readings.
         gpu.is_usable = (
-            not reading.is_promised_elsewhere
+            not reading.is_leased_elsewhere
             and next(lasting_obstacles(reading, ANY_GPU, self.settings), None) is None
             and next(reading_obstacles(reading, reading.processes, ANY_GPU, self.settings), None) is None
         )

@@ -54,11 +54,6 @@ class Breaker:
         self.failures = 0
         #: How often a working endpoint was lost; a failed probe does not count again.
         self.times_opened = 0
-        #: Since when the endpoint has been lost; `None` while closed.
-        self.opened_at: float | None = None
-        #: When it last came back; `None` where it was never lost, or never came back.
-        self.recovered_at: float | None = None
-        self.probes_begun = 0
         # Doubled, because 2 to the power of `failures` would overflow some day.
         self._nominal_seconds = open_seconds
         self._not_before = -inf
@@ -78,16 +73,14 @@ class Breaker:
                 return False
             if self._last_state is BreakerState.OPEN:
                 self._move(BreakerState.HALF_OPEN)
-            self.probes_begun += 1
         self._inside += 1
         return True
 
-    def succeeded(self, now: float) -> None:
+    def succeeded(self) -> None:
         self._leave()
         if self._last_state is BreakerState.HALF_OPEN:
             self._move(BreakerState.CLOSED)
-            self.retry_at = self.opened_at = None
-            self.recovered_at = now
+            self.retry_at = None
             self._nominal_seconds = self.open_seconds
         if self._last_state is BreakerState.CLOSED:
             self.failures = 0
@@ -104,7 +97,6 @@ class Breaker:
             return
         if self._last_state is BreakerState.CLOSED:
             self.times_opened += 1
-            self.opened_at = now
         else:
             self._nominal_seconds = min(2 * self._nominal_seconds, self.longest_open_seconds)
         self._move(BreakerState.OPEN)

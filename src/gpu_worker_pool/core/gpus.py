@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.assignments import HeldGPU
@@ -16,91 +16,64 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.readings import ProcessReading, Reading
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class EndpointState:
     """One GPU statistics server, or this host."""
 
-    __slots__ = (
-        "begun_at",
-        "endpoint_id",
-        "free",
-        "gpus",
-        "is_answering",
-        "is_removed",
-        "last_fence",
-        "order",
-        "present",
-        "turn",
-    )
-
-    def __init__(self, endpoint_id: str, order: int) -> None:
-        self.endpoint_id = endpoint_id
-        #: The order in which endpoints became known; breaks ties.
-        self.order = order
-        self.gpus: dict[str, GPUResourceState] = {}
-        #: Whether the last attempt to read it succeeded.
-        self.is_answering = False
-        #: Whether it is no longer used.
-        self.is_removed = False
-        #: How many GPUs the last reading showed; 0 also while the endpoint does not answer.
-        self.present = 0
-        #: When the last reading began.
-        self.begun_at = -math.inf
-        #: The GPUs that a request for any GPU could have now, best first (rule 3).
-        self.free: RankedSet[GPUResourceState] = RankedSet()
-        #: For the balancing strategies.
-        self.last_fence = 0
-        self.turn = 0.0
+    endpoint_id: str
+    #: The order in which endpoints became known; breaks ties.
+    order: int
+    gpus: dict[str, GPUResourceState] = field(default_factory=dict)
+    #: Whether the last attempt to read it succeeded.
+    is_answering: bool = False
+    #: Whether it is no longer used.
+    is_removed: bool = False
+    #: How many GPUs the last reading showed; 0 also while the endpoint does not answer.
+    present: int = 0
+    #: When the last reading began.
+    begun_at: float = -math.inf
+    #: The GPUs that a request for any GPU could have now, best first (rule 3).
+    free: RankedSet[GPUResourceState] = field(default_factory=RankedSet)
+    #: For the balancing strategies.
+    last_fence: int = 0
+    turn: float = 0.0
 
     def __repr__(self) -> str:
         return f"<{self.endpoint_id or 'endpoint'}: {len(self.free)} of {self.present} GPUs free>"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class GPUResourceState:
-    __slots__ = (
-        "baseline",
-        "endpoint",
-        "freed_at",
-        "gpu_id",
-        "index",
-        "is_gone",
-        "is_usable",
-        "last_fence",
-        "last_seen",
-        "leases",
-        "rank",
-        "read_after",
-        "reading",
-        "readings_wanted",
-        "usage_percent",
-    )
+    gpu_id: str
+    endpoint: EndpointState
+    #: None while the GPU is missing from its endpoint's readings.
+    reading: Reading | None = None
+    #: Memory and utilization added up, to rank by; what is unknown counts as 100 %.
+    usage_percent: float = 200.0
+    index: int = 0
+    #: The last reading there was, for what does not change: a missing GPU is still part of the host.
+    last_seen: Reading | None = None
+    #: True once it no longer exists, as happens to MIG devices.
+    is_gone: bool = False
+    #: What the next lease will remember: the last reading, or the state before a lease that ended since.
+    baseline: HeldGPU = field(init=False)
+    #: Whether a request for any GPU could have it, by its reading alone.
+    is_usable: bool = False
+    #: All leases on it: held, offered and in quarantine.
+    leases: dict[str, Lease] = field(default_factory=dict)
+    #: When the last lease on it ended, and how many readings were requested since (rule 8).
+    freed_at: float = -math.inf
+    readings_wanted: int = 0
+    #: Readings begun before this do not show whether it is free.
+    read_after: float = -math.inf
+    #: The fence of the last grant: the lower, the longer ago.
+    last_fence: int = 0
+    #: Rule 3: the least used, then the one granted longest ago, then by id.
+    rank: tuple[float, int, int, str, GPUResourceState] = field(init=False)
 
-    def __init__(self, gpu_id: str, endpoint: EndpointState) -> None:
-        self.gpu_id = gpu_id
-        self.endpoint = endpoint
-        #: None while the GPU is missing from its endpoint's readings.
-        self.reading: Reading | None = None
-        #: Memory and utilization added up, to rank by; what is unknown counts as 100 %.
-        self.usage_percent = 200.0
-        self.index = 0
-        #: The last reading there was, for what does not change: a missing GPU is still part of the host.
-        self.last_seen: Reading | None = None
-        #: True once it no longer exists, as happens to MIG devices.
-        self.is_gone = False
-        #: What the next lease will remember: the last reading, or the state before a lease that ended since.
-        self.baseline = HeldGPU(gpu_id)
-        #: Whether a request for any GPU could have it, by its reading alone.
-        self.is_usable = False
-        #: All leases on it: held, offered and in quarantine.
-        self.leases: dict[str, Lease] = {}
-        #: When the last lease on it ended, and how many readings were requested since (rule 8).
-        self.freed_at = -math.inf
-        self.readings_wanted = 0
-        #: Readings begun before this do not show whether it is free.
-        self.read_after = -math.inf
-        #: The fence of the last grant: the lower, the longer ago.
-        self.last_fence = 0
-        #: Rule 3: the least used, then the one granted longest ago, then by id.
-        self.rank = (self.usage_percent, 0, 0, gpu_id, self)
+    def __post_init__(self) -> None:
+        self.baseline = HeldGPU(self.gpu_id)
+        self.rank = (self.usage_percent, self.last_fence, self.index, self.gpu_id, self)
 
     def baseline_of(self, reading: Reading) -> HeldGPU:
         return HeldGPU(

@@ -33,8 +33,8 @@ class MirrorPool(Pool):
         known = self.allocator.endpoint(endpoint_id).gpus
         # A GPU that this client holds is not leased to another one.
         own = [
-            replace(reading, is_promised_elsewhere=False)
-            if reading.is_promised_elsewhere and (gpu := known.get(reading.gpu_id)) is not None and gpu.leases
+            replace(reading, is_leased_elsewhere=False)
+            if reading.is_leased_elsewhere and (gpu := known.get(reading.gpu_id)) is not None and gpu.leases
             else reading
             for reading in readings
         ]
@@ -76,7 +76,7 @@ class MirrorPool(Pool):
         self.leases.assign(lease)
         self.allocator.granted(gpus, self.fence)
         # A reading may have shown the lease before the answer said that it is this client's.
-        if any(gpu.reading is not None and gpu.reading.is_promised_elsewhere for gpu in gpus):
+        if any(gpu.reading is not None and gpu.reading.is_leased_elsewhere for gpu in gpus):
             endpoint = self.allocator.endpoint(endpoint_id)
             known = [gpu.reading for gpu in endpoint.gpus.values() if gpu.reading is not None]
             self.observe(endpoint_id, known, endpoint.begun_at)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 
 class State(StrEnum):
@@ -80,14 +80,3 @@ LIVE_LEASE_STATES = frozenset({LeaseState.OFFERED, LeaseState.HELD})
 
 class IllegalMoveError(AssertionError):
     """The core tried a move that its table does not have: a bug in the core, never in its user."""
-
-
-def diagram(moves: Mapping[Any, Mapping[Any, str]], starts: Iterable[str]) -> str:
-    """The table as a Mermaid state diagram."""
-    lines = ["stateDiagram-v2"]
-    lines += [f"    [*] --> {start}" for start in starts]
-    lines += [
-        f"    {origin} --> {target}: {cause}" for origin, targets in moves.items() for target, cause in targets.items()
-    ]
-    lines += [f"    {state} --> [*]" for state, targets in moves.items() if not targets]
-    return "\n".join(lines)

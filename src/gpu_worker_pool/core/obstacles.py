@@ -41,7 +41,7 @@ class ObstacleKind(StrEnum):
     # Leases and reservations.
     HELD = "held"
     QUARANTINED = "quarantined"
-    PROMISED_ELSEWHERE = "promised_elsewhere"
+    LEASED_ELSEWHERE = "promised_elsewhere"
     TOO_LITTLE_LEFT = "too_little_left"
     RESERVED = "kept"
 
@@ -141,8 +141,8 @@ def reading_obstacles(
 
 def lease_obstacles(gpu: GPUResourceState, requirements: Requirements, now: float) -> Iterator[Obstacle]:
     """Leases of others. Rule 2: one worker per GPU, unless all of them declare memory and share."""
-    if gpu.reading is not None and gpu.reading.is_promised_elsewhere:
-        yield Obstacle(ObstacleKind.PROMISED_ELSEWHERE, "leased by its server to another client")
+    if gpu.reading is not None and gpu.reading.is_leased_elsewhere:
+        yield Obstacle(ObstacleKind.LEASED_ELSEWHERE, "leased by its server to another client")
     for lease in gpu.leases.values():
         if requirements.share and lease.is_shareable:
             continue

@@ -205,19 +205,9 @@ class Pool:
             held = tuple([gpu.baseline_now() for gpu in gpus])
             gpu_ids = tuple([gpu.gpu_id for gpu in gpus])
         endpoint_id = gpu.endpoint.endpoint_id
+        lease_id = f"lease-{fence}"
         lease = Lease(
-            f"lease-{fence}",
-            request,
-            endpoint_id,
-            gpu_ids,
-            held,
-            fence,
-            state,
-            requested_at,
-            now,
-            expires_at,
-            None,
-            poll_id,
+            lease_id, request, endpoint_id, gpu_ids, held, fence, state, requested_at, now, expires_at, None, poll_id
         )
         self.requests[request.request_id] = lease
         self.leases.assign(lease)

@@ -52,19 +52,17 @@ class Waiter:
         return (-self.request.requirements.priority, self.ticket)
 
 
+@dataclass(slots=True, eq=False)
 class RequestClass:
     """Waiters with equal requirements: if the first cannot be served, none of them can."""
 
-    __slots__ = ("is_any_gpu", "requirements", "tried", "waiters")
-
-    def __init__(self, requirements: Requirements, *, is_any_gpu: bool) -> None:
-        self.requirements = requirements
-        #: Whether any free GPU serves it, so that the index of free GPUs answers for it.
-        self.is_any_gpu = is_any_gpu
-        # Not a dict: finding its first entry walks over all entries that were removed from its front.
-        self.waiters: OrderedDict[str, Waiter] = OrderedDict()
-        #: Whether no GPU could serve it when it was last tried; then only GPUs that changed since are looked at.
-        self.tried = False
+    requirements: Requirements
+    #: Whether any free GPU serves it, so that the index of free GPUs answers for it.
+    is_any_gpu: bool = False
+    # Not a dict: finding its first entry walks over all entries that were removed from its front.
+    waiters: OrderedDict[str, Waiter] = field(default_factory=OrderedDict)
+    #: Whether no GPU could serve it when it was last tried; then only GPUs that changed since are looked at.
+    tried: bool = False
 
     @property
     def head(self) -> Waiter:
@@ -84,7 +82,7 @@ class WorkerQueue:
     def enqueue(self, waiter: Waiter, request_class: RequestClass | None = None) -> None:
         """Add it at the end of its class; `request_class` is that class, or a new one if there is none yet."""
         requirements = waiter.request.requirements
-        request_class = request_class or self._classes.get(requirements) or RequestClass(requirements, is_any_gpu=False)
+        request_class = request_class or self._classes.get(requirements) or RequestClass(requirements)
         if not request_class.waiters:
             self._classes[requirements] = request_class
         request_class.waiters[waiter.request.request_id] = waiter
@@ -132,11 +130,7 @@ class WorkerQueue:
 
     def only_class(self) -> RequestClass | None:
         """The class of all waiters, if there is just one."""
-        if len(self._classes) != 1:
-            return None
-        for request_class in self._classes.values():
-            return request_class
-        return None
+        return next(iter(self._classes.values())) if len(self._classes) == 1 else None
 
     def request_classes(self) -> list[RequestClass]:
         return list(self._classes.values())
@@ -165,9 +159,6 @@ class WorkerQueue:
             for request_class in self._classes.values()
             for waiter in request_class.waiters.values()
         )
-
-    def __bool__(self) -> bool:
-        return self.waiting > 0
 
     def __len__(self) -> int:
         return self.waiting

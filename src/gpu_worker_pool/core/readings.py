@@ -54,7 +54,7 @@ class Reading:
     #: A process can use only one MIG device.
     is_mig_device: bool = False
     #: Leased by its server, as seen by a client that assigns in process.
-    is_promised_elsewhere: bool = False
+    is_leased_elsewhere: bool = False
 
     def __post_init__(self) -> None:
         for field, upper in (

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from gpu_worker_pool.core.gpus import GPUResourceState
-    from gpu_worker_pool.core.moves import LeaseState, RequestState
     from gpu_worker_pool.core.pool import Pool
     from gpu_worker_pool.core.remembered import Outcome
 
@@ -32,6 +31,10 @@ class GPUHistory:
     read_after: float
     is_gone: bool = False
 
+    @classmethod
+    def of(cls, gpu: GPUResourceState) -> GPUHistory:
+        return cls(gpu.gpu_id, gpu.endpoint.endpoint_id, gpu.last_fence, gpu.freed_at, gpu.read_after, gpu.is_gone)
+
 
 @record
 class Counters:
@@ -40,7 +43,8 @@ class Counters:
     fence: int
     ticket: int
     now: float
-    tally: Mapping[RequestState | LeaseState, int]
+    #: By state; a state without one counts 0.
+    tally: Mapping[str, int]
 
 
 def replicate(

@@ -68,7 +68,7 @@ def _is_still_right(allocator: GPUAllocator, waiter: Waiter, improved: Iterable[
 def _when_usable(allocator: GPUAllocator, gpu: GPUResourceState, requirements: Requirements, now: float) -> int | None:
     """Whether the waiter could have the GPU now, or once the leases on it end, or (None) perhaps never."""
     reading, settings = gpu.reading, allocator.settings
-    if reading is None or reading.fault is not None or reading.is_promised_elsewhere:
+    if reading is None or reading.fault is not None or reading.is_leased_elsewhere:
         return None
     if not allocator.is_fresh(gpu.endpoint, now):
         return None

@@ -63,17 +63,7 @@ def save(pool: Pool) -> dict[str, Any]:
         "ticket": pool.ticket,
         "requests_ended": {state.value: pool.tally[state] for state in RequestState if pool.tally[state]},
         "leases_ended": {state.value: pool.tally[state] for state in LeaseState if pool.tally[state]},
-        "gpus": [
-            {
-                "gpu_id": gpu.gpu_id,
-                "endpoint_id": gpu.endpoint.endpoint_id,
-                "freed_at": to_json(gpu.freed_at),
-                "read_after": to_json(gpu.read_after),
-                "last_fence": gpu.last_fence,
-                "is_gone": gpu.is_gone,
-            }
-            for gpu in pool.allocator.gpus.values()
-        ],
+        "gpus": [to_json(GPUHistory.of(gpu)) for gpu in pool.allocator.gpus.values()],
         "leases": [to_json(lease) for lease in sorted(pool.leases, key=lambda lease: lease.fence)],
         "waiters": [to_json(waiter) for waiter in pool.queue.in_order()],
         "outcomes": [to_json(outcome) for outcome in pool.outcomes],
@@ -91,26 +81,17 @@ def restore(
         raise ValueError(f"saved by another version: format {saved.get('format')!r}, not {FORMAT}")
     if clock_restarted_at is not None:
         then = saved["now"]
-        saved = shifted(saved, 0.0 if then is None else clock_restarted_at - then)
+        saved = after_reboot(saved, 0.0 if then is None else clock_restarted_at - then)
     pool = Pool(settings)
-    is_same_boot = clock_restarted_at is None
-    ended = saved["requests_ended"] | saved["leases_ended"]
-    tally = {state: ended.get(state.value, 0) for state in pool.tally}
+    tally = saved["requests_ended"] | saved["leases_ended"]
     pool.replicate(
         [
-            *(lease_of(row, are_processes_known=is_same_boot) for row in saved["leases"]),
+            *map(lease_of, saved["leases"]),
             *map(waiter_of, saved["waiters"]),
-            *(outcome_of(row, are_processes_known=is_same_boot) for row in saved["outcomes"]),
+            *map(outcome_of, saved["outcomes"]),
         ],
         [
-            GPUHistory(
-                row["gpu_id"],
-                row["endpoint_id"],
-                row["last_fence"],
-                moment_of(row["freed_at"]),
-                moment_of(row["read_after"]),
-                row["is_gone"],
-            )
+            GPUHistory(**{**row, "freed_at": moment_of(row["freed_at"]), "read_after": moment_of(row["read_after"])})
             for row in saved["gpus"]
         ],
         Counters(saved["fence"], saved["ticket"], moment_of(saved["now"]), tally),
@@ -150,14 +131,15 @@ def _fields_of(row: dict[str, Any]) -> dict[str, Any]:
     return {_FIELD_NAMES.get(stored, stored): value for stored, value in row.items()}
 
 
-def shifted(value: Any, seconds: float) -> Any:
-    """The same with every time this much later."""
+def after_reboot(value: Any, seconds: float, name: str = "") -> Any:
+    """The same with every time this much later, and without the processes, which are gone."""
+    if name == "processes":
+        return None
+    if name in MOMENTS and value is not None:
+        return value + seconds
     if isinstance(value, dict):
-        return {
-            name: item + seconds if name in MOMENTS and item is not None else shifted(item, seconds)
-            for name, item in value.items()
-        }
-    return [shifted(item, seconds) for item in value] if isinstance(value, list) else value
+        return {key: after_reboot(item, seconds, key) for key, item in value.items()}
+    return [after_reboot(item, seconds) for item in value] if isinstance(value, list) else value
 
 
 def moment_of(value: float | None) -> float:
@@ -170,19 +152,19 @@ def _request(row: dict[str, Any]) -> Request:
     return Request(**{**found, "requirements": Requirements(**requirements) if requirements else ANY_GPU})
 
 
-def _held(row: dict[str, Any], *, are_processes_known: bool) -> HeldGPU:
-    processes = row["processes"] if are_processes_known else None
+def _held(row: dict[str, Any]) -> HeldGPU:
+    processes = row["processes"]
     known = None if processes is None else frozenset((pid, started_at) for pid, started_at in processes)
     return HeldGPU(**{**row, "processes": known})
 
 
-def lease_of(row: dict[str, Any], *, are_processes_known: bool = True) -> Lease:
+def lease_of(row: dict[str, Any]) -> Lease:
     return Lease(
         **{
             **_fields_of(row),
             "request": _request(row["request"]),
             "gpu_ids": tuple(row["gpu_ids"]),
-            "held": tuple(_held(held, are_processes_known=are_processes_known) for held in row["held"]),
+            "held": tuple(map(_held, row["held"])),
             "state": LeaseState(row["state"]),
             "quarantine": None if row["quarantine"] is None else Quarantine(**row["quarantine"]),
         }
@@ -195,12 +177,8 @@ def waiter_of(row: dict[str, Any]) -> Waiter:
     return Waiter(**{**found, "request": request, "state": state, "reserved": tuple(found["reserved"])})
 
 
-def outcome_of(row: dict[str, Any], *, are_processes_known: bool = True) -> Outcome:
-    return Outcome(
-        _request(row["request"]),
-        RequestState(row["state"]),
-        row["at"],
-        tuple(row["reasons"]),
-        None if row["lease"] is None else lease_of(row["lease"], are_processes_known=are_processes_known),
-        None if row["lease_state"] is None else LeaseState(row["lease_state"]),
-    )
+def outcome_of(row: dict[str, Any]) -> Outcome:
+    lease = None if row["lease"] is None else lease_of(row["lease"])
+    lease_state = None if row["lease_state"] is None else LeaseState(row["lease_state"])
+    request, state = _request(row["request"]), RequestState(row["state"])
+    return Outcome(request, state, row["at"], tuple(row["reasons"]), lease, lease_state)

@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from starlette.responses import HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
@@ -19,63 +20,37 @@ _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; worker-src blob:"
 )
-
-_SWAGGER_UI = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<link rel="stylesheet" href="{assets}/swagger-ui/swagger-ui.css">
-</head>
-<body>
-<div id="swagger-ui"></div>
-<script src="{assets}/swagger-ui/swagger-ui-bundle.js"></script>
-<script>
-SwaggerUIBundle({{
-  url: "{openapi}", dom_id: "#swagger-ui", deepLinking: true, validatorUrl: null,
-  presets: [SwaggerUIBundle.presets.apis], layout: "BaseLayout"
-}});
-</script>
-</body>
-</html>
-"""
-
-_REDOC = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<style>body {{ margin: 0; }}</style>
-</head>
-<body>
-<redoc spec-url="{openapi}"></redoc>
-<script src="{assets}/redoc/redoc.standalone.js"></script>
-</body>
-</html>
-"""
+_NO_ICON = "data:,"
 
 
 def add_docs(app: FastAPI, docs_url: str, redoc_url: str) -> None:
-    openapi_url = app.openapi_url
-    assert openapi_url is not None
+    title, openapi_url = escape(app.title), (app.openapi_url or "").lstrip("/")
+    # Addresses are relative to the page, so that it also works behind a proxy that adds a prefix.
+    docs_root, redoc_root = ("../" * (url.count("/") - 1) for url in (docs_url, redoc_url))
+    assets = f"{docs_url.lstrip('/')}/assets"
+    docs = get_swagger_ui_html(
+        openapi_url=docs_root + openapi_url,
+        title=title,
+        swagger_js_url=f"{docs_root}{assets}/swagger-ui/swagger-ui-bundle.js",
+        swagger_css_url=f"{docs_root}{assets}/swagger-ui/swagger-ui.css",
+        swagger_favicon_url=_NO_ICON,
+        # The validator is a server on the internet.
+        swagger_ui_parameters={"validatorUrl": None},
+    )
+    redoc = get_redoc_html(
+        openapi_url=redoc_root + openapi_url,
+        title=title,
+        redoc_js_url=f"{redoc_root}{assets}/redoc/redoc.standalone.js",
+        redoc_favicon_url=_NO_ICON,
+        with_google_fonts=False,
+    )
 
-    def add(path: str, template: str) -> None:
+    def add(url: str, html: bytes | memoryview) -> None:
         async def page() -> Response:
-            # Relative to the page, so that it also works behind a proxy that adds a prefix.
-            up = "../" * (path.count("/") - 1)
-            filled = template.format(
-                title=escape(app.title),
-                openapi=up + openapi_url.lstrip("/"),
-                assets=f"{up}{docs_url.lstrip('/')}/assets",
-            )
-            return HTMLResponse(filled, headers={"content-security-policy": _POLICY})
+            return HTMLResponse(html, headers={"content-security-policy": _POLICY})
 
-        app.add_api_route(path, page, methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_api_route(url, page, methods=["GET", "HEAD"], include_in_schema=False)
 
-    add(docs_url, _SWAGGER_UI)
-    add(redoc_url, _REDOC)
+    add(docs_url, docs.body)
+    add(redoc_url, redoc.body)
     app.mount(f"{docs_url}/assets", StaticFiles(directory=VENDORED), name="docs-assets")

@@ -32,7 +32,7 @@ from gpu_worker_pool.gpu_server.logs import log_like_a_server
 from gpu_worker_pool.gpu_server.routes import add_routes, health_event, snapshot_event
 from gpu_worker_pool.gpu_server.security import Authenticator
 from gpu_worker_pool.gpu_server.settings import ServerSettings
-from gpu_worker_pool.hardware.host import host_sampler
+from gpu_worker_pool.hardware.sampler import host_sampler
 from gpu_worker_pool.ledger.host import open_host_ledger
 from gpu_worker_pool.state_directory import state_directory
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.hardware.readers import Reader
     from gpu_worker_pool.hardware.samples import HostSample
-    from gpu_worker_pool.ledger import Ledger, Tell
+    from gpu_worker_pool.ledger import Ledger, OnCommit
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +87,13 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
             holders=tuple if load is None else load.holders,
         )
 
-        def open_ledger(tell: Tell) -> Ledger:
+        pool_settings = PoolSettings(
+            poll_seconds=settings.refresh_interval, most_waiting_of_an_account=settings.gpu_pool_most_waiting
+        )
+
+        def open_ledger(on_commit: OnCommit) -> Ledger:
             parts.has_state_directory = _find_state_directory(state_dir) is not None
-            return open_host_ledger(settings.gpu_backend, _pool_settings(settings), tell, state_dir=state_dir)
+            return open_host_ledger(settings.gpu_backend, pool_settings, on_commit, state_dir=state_dir)
 
         broker = LeaseBroker(
             open_ledger,
@@ -175,12 +179,6 @@ def _find_state_directory(configured: str | None) -> str | None:
         return str(state_directory(configured))
     except OSError:
         return None
-
-
-def _pool_settings(settings: ServerSettings) -> PoolSettings:
-    return PoolSettings(
-        poll_seconds=settings.refresh_interval, most_waiting_of_an_account=settings.gpu_pool_most_waiting
-    )
 
 
 # --- while it runs ---

@@ -6,7 +6,7 @@ A slow listener misses snapshots, of which only the newest counts, but no other 
 from __future__ import annotations
 
 import asyncio
-import json
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.datastructures import Headers
@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from gpu_worker_pool.gpu_server.compression import GzipStream, accepts_gzip, gzip_part
 from gpu_worker_pool.gpu_server.disconnect import until_gone
+from gpu_worker_pool.gpu_server.responses import as_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,23 +35,18 @@ def event(name: str, data: bytes) -> bytes:
 
 
 def json_event(name: str, data: dict[str, Any]) -> bytes:
-    return event(name, json.dumps(data, allow_nan=False).encode())
+    return event(name, as_json(data))
 
 
 class _Chunk:
     """Bytes for all listeners, compressed when the first one needs that."""
 
-    __slots__ = ("_packed", "plain")
-
     def __init__(self, plain: bytes) -> None:
         self.plain = plain
-        self._packed: bytes | None = None
 
-    @property
+    @cached_property
     def packed(self) -> bytes:
-        if self._packed is None:
-            self._packed = gzip_part(self.plain)
-        return self._packed
+        return gzip_part(self.plain)
 
 
 class EventStream:
@@ -95,12 +91,13 @@ class EventStream:
 
     async def serve(self, receive: Receive, send: Send, first: Callable[[], bytes], *, is_packed: bool = False) -> None:
         """`first` makes the present state; it is called when the listener is registered, so that no event is missed."""
-        listener = _PackedListener() if is_packed else _Listener()
+        listener = _Listener(GzipStream() if is_packed else None)
         # `send` does not report that the client has disconnected.
         watch = asyncio.create_task(until_gone(receive))
         watch.add_done_callback(lambda _: listener.wake())
         self._listeners.add(listener)
-        body = listener.beginning(_Chunk(_RETRY + first()))
+        listener.add(_Chunk(_RETRY + first()))
+        body = (GzipStream.beginning if is_packed else b"") + listener.take()
         try:
             while not (self._is_stopped or watch.done() or listener.is_lost):
                 if body:
@@ -119,9 +116,11 @@ class EventStream:
 class _Listener:
     """What one stream still has to send."""
 
-    __slots__ = ("_queued", "is_lost", "newest", "waiting")
+    __slots__ = ("_gzip", "_queued", "is_lost", "newest", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, gzip: GzipStream | None) -> None:
+        #: None: it does not accept gzip.
+        self._gzip = gzip
         self.newest: _Chunk | None = None
         self._queued: list[_Chunk] = []
         #: Whether it is so far behind that an event had to be dropped.
@@ -142,38 +141,18 @@ class _Listener:
         self.newest = None
         return body
 
-    def beginning(self, first: _Chunk) -> bytes:
-        return self._bytes_of(first)
-
     def end(self) -> bytes:
-        return b""
+        return b"" if self._gzip is None else self._gzip.end()
 
     def _bytes_of(self, chunk: _Chunk) -> bytes:
-        return chunk.plain
+        if self._gzip is None:
+            return chunk.plain
+        self._gzip.count(chunk.plain)
+        return chunk.packed
 
     def wake(self) -> None:
         if self.waiting is not None and not self.waiting.done():
             self.waiting.set_result(None)
-
-
-class _PackedListener(_Listener):
-    """A listener that accepts gzip."""
-
-    __slots__ = ("_gzip",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._gzip = GzipStream()
-
-    def beginning(self, first: _Chunk) -> bytes:
-        return self._gzip.beginning + super().beginning(first)
-
-    def end(self) -> bytes:
-        return self._gzip.end()
-
-    def _bytes_of(self, chunk: _Chunk) -> bytes:
-        self._gzip.count(chunk.plain)
-        return chunk.packed
 
 
 class EventStreamResponse(Response):

@@ -140,9 +140,9 @@ class FastPathAPI(FastAPI):
                 context.caller = self.parts.authenticator.identify(scope, context.headers)
             reply = await route.handler(context)
         except Refusal as refusal:
-            reply = refusal.reply()
+            reply = refusal.reply
         except REFUSED_BY_BROKER as error:
-            reply = as_refusal(error).reply()
+            reply = as_refusal(error).reply
         except CallerGoneError:
             return
         status, body, extra = reply

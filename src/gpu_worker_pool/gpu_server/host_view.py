@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpu_worker_pool.api.gpu_rows import count_body, history_row, stats_body, summary_body
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.gpu_server.responses import Reply
+from gpu_worker_pool.gpu_server.responses import Reply, as_json
 from gpu_worker_pool.hardware.readers.nvidia_smi import nvidia_smi_available
 from gpu_worker_pool.hardware.sampler import TAKE_OVER_INTERVALS, LatestSamples
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
@@ -48,7 +47,7 @@ class Shown:
         if opening is None:
             body = _BODIES[kind](self.sample, self.visibility.gpus, self.see_promises())
             # Without the last brace: each answer adds the present age.
-            opening = self._bodies[kind] = _as_bytes(body)[:-1]
+            opening = self._bodies[kind] = as_json(body)[:-1]
         return b'%b,"sample_age_seconds":%.3f}' % (opening, max(now - self.sample.begun_at, 0.0))
 
 
@@ -90,7 +89,7 @@ class HostView:
         if isinstance(sample.answer, DriverAnswer):
             self.shown = Shown(sample, self.filter.apply(sample.answer.gpus), self._see_promises)
             gpus = self.shown.visibility.gpus
-            self.history.append({gpu.identity: _as_bytes(history_row(sample, gpu)) for gpu in gpus})
+            self.history.append({gpu.identity: as_json(history_row(sample, gpu)) for gpu in gpus})
         else:
             self.nvidia_smi_available = nvidia_smi_available()
 
@@ -111,7 +110,7 @@ class HostView:
 
     def problem(self) -> Reply:
         health = self.health()
-        return Reply(503, json.dumps({"detail": health.cause, "error": health.code}).encode())
+        return Reply(503, as_json({"detail": health.cause, "error": health.code}))
 
     def last_sample(self) -> HostSample | None:
         return self._see().last
@@ -135,7 +134,3 @@ class HostView:
         if is_late or status == "unhealthy":
             return Health(status, f"the last sample is {age:.1f} s old", "sample_late", age)
         return Health("healthy", None, None, age)
-
-
-def _as_bytes(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()

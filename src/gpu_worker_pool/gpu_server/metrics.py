@@ -1,6 +1,7 @@
 """`/metrics` for Prometheus: base units, a `uuid` label, and no line for unknown values.
 
-All numbers come from the samples that the workers of a server share, so that it does not matter which one answers.
+All numbers come from samples and a ledger that the workers of a server share: it does not matter which one answers.
+Leases are counted by state and by GPU, not one by one, as each would add a time series.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from gpu_worker_pool import __version__
 from gpu_worker_pool.api.gpu_rows import driver_facts
-from gpu_worker_pool.gpu_server.leases.metrics import lease_metrics
+from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, RequestState
+from gpu_worker_pool.hardware.samples import GPUReading
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from prometheus_client.core import Metric
 
     from gpu_worker_pool.broker.broker import LeaseBroker
+    from gpu_worker_pool.core.assignments import Lease
     from gpu_worker_pool.gpu_server.host_view import HostView, Shown
-    from gpu_worker_pool.hardware.samples import GPUReading
+    from gpu_worker_pool.hardware.samples import MIGReading
 
 _BYTES_PER_MB: Final = 1024 * 1024
 
@@ -52,53 +56,51 @@ _GAUGES: Final[tuple[tuple[str, str, Callable[[GPUReading], float | None]], ...]
     ("processes", "Processes computing.", lambda gpu: None if gpu.processes is None else len(gpu.processes)),
     ("healthy", "1 for a GPU that may be used, 0 for one with a fault.", lambda gpu: float(gpu.fault is None)),
 )
+#: Name and help text of what `_lease_values` returns.
+_LEASE_GAUGES: Final = {
+    "leases": "Leases on the GPU.",
+    "promised_bytes": "Memory promised to holders.",
+    "lease_used_bytes": "Memory that holders use.",
+    "lease_idle_seconds": "How long its holders have left it idle.",
+}
 
 
 def render(view: HostView, broker: LeaseBroker, accept: str) -> tuple[bytes, str]:
     """The page and its content type, in the format that `accept` prefers."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(view, broker))
+    registry = CollectorRegistry()
+    registry.register(_Metrics(view, broker))
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
 
 
-class _Collector:
+class _Metrics(Collector):
     def __init__(self, view: HostView, broker: LeaseBroker) -> None:
         self._view = view
         self._broker = broker
-
-    def describe(self) -> list[Metric]:
-        return []
 
     def collect(self) -> Iterator[Metric]:
         build = GaugeMetricFamily("gpu_pool_build_info", "The version that runs.", labels=["version"])
         build.add_metric([__version__], 1)
         yield build
-        yield from self._sampling()
+        yield from _sampling(self._view)
         # Like the other routes, without a sample that is too old.
         shown = self._view.usable()
         if shown is not None:
             yield from _gpus(shown)
-        yield from lease_metrics(self._broker, () if shown is None else shown.visibility.gpus)
+        yield from _leases(self._broker, () if shown is None else shown.visibility.gpus)
 
-    def _sampling(self) -> Iterator[Metric]:
-        health = self._view.health()
-        yield GaugeMetricFamily(
-            "gpu_pool_up", "1 while the readings can be used, 0 while they cannot.", value=health.status != "unhealthy"
-        )
-        if health.sample_age_seconds is not None:
-            yield GaugeMetricFamily(
-                "gpu_pool_sample_age_seconds", "Age of the last good sample.", value=health.sample_age_seconds
-            )
-        last = self._view.last_sample()
-        if last is not None:
-            yield CounterMetricFamily("gpu_pool_samples", "Samples taken of this host's GPUs.", value=last.number)
-            yield CounterMetricFamily("gpu_pool_sample_failures", "Samples that failed.", value=last.failed_total)
-            yield GaugeMetricFamily(
-                "gpu_pool_sample_duration_seconds",
-                "How long the last sample took.",
-                value=last.took_seconds,
-            )
+
+def _sampling(view: HostView) -> Iterator[Metric]:
+    health, last = view.health(), view.last_sample()
+    is_up = health.status != "unhealthy"
+    yield GaugeMetricFamily("gpu_pool_up", "1 while the readings can be used, 0 while they cannot.", value=is_up)
+    if (age := health.sample_age_seconds) is not None:
+        yield GaugeMetricFamily("gpu_pool_sample_age_seconds", "Age of the last good sample.", value=age)
+    if last is not None:
+        yield CounterMetricFamily("gpu_pool_samples", "Samples taken of this host's GPUs.", value=last.number)
+        yield CounterMetricFamily("gpu_pool_sample_failures", "Samples that failed.", value=last.failed_total)
+        took = last.took_seconds
+        yield GaugeMetricFamily("gpu_pool_sample_duration_seconds", "How long the last sample took.", value=took)
 
 
 def _gpus(shown: Shown) -> Iterator[Metric]:
@@ -111,10 +113,89 @@ def _gpus(shown: Shown) -> Iterator[Metric]:
     for gpu in gpus:
         info.add_metric([str(gpu.index), gpu.identity, gpu.name, gpu.pci_bus_id or "", driver_version], 1)
     yield info
-    for name, documentation, take in _GAUGES:
-        family = GaugeMetricFamily(f"gpu_pool_gpu_{name}", documentation, labels=["gpu", "uuid"])
-        for gpu in gpus:
-            value = take(gpu)
-            if value is not None:
-                family.add_metric([str(gpu.index), gpu.identity], value)
-        yield family
+    for name, documentation, value_of in _GAUGES:
+        yield _by_gpu(name, documentation, gpus, map(value_of, gpus))
+
+
+def _by_gpu(
+    name: str, documentation: str, gpus: Sequence[GPUReading], values: Iterable[float | None]
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"gpu_pool_gpu_{name}", documentation, labels=["gpu", "uuid"])
+    for gpu, value in zip(gpus, values, strict=True):
+        if value is not None:
+            family.add_metric([str(gpu.index), gpu.identity], value)
+    return family
+
+
+# --- leases ---
+
+
+def _leases(broker: LeaseBroker, gpus: Sequence[GPUReading]) -> Iterator[Metric]:
+    is_usable = broker.problem is None
+    yield GaugeMetricFamily("gpu_pool_ledger_up", "1 while leases can be granted, else 0.", value=is_usable)
+    if not is_usable:
+        return
+    leases = GaugeMetricFamily("gpu_pool_leases", "Current leases.", labels=["state"])
+    ended = CounterMetricFamily("gpu_pool_leases_ended", "Leases that ended, by how they ended.", labels=["state"])
+    for state, moves in LEASE_MOVES.items():
+        if moves:
+            leases.add_metric([state.value], sum(lease.state is state for lease in broker.leases.values()))
+        else:
+            ended.add_metric([state.value], broker.tally.get(state, 0))
+    yield leases
+    yield GaugeMetricFamily("gpu_pool_waiting", "Requests that wait.", value=len(broker.waiting))
+    yield CounterMetricFamily("gpu_pool_grants", "Leases granted since the ledger was created.", value=broker.fence)
+    yield ended
+    left = CounterMetricFamily("gpu_pool_requests_ended", "Requests that ended without a grant.", labels=["state"])
+    for request_state, request_moves in REQUEST_MOVES.items():
+        if not request_moves and request_state is not RequestState.GRANTED:
+            left.add_metric([request_state.value], broker.tally.get(request_state, 0))
+    yield left
+    values = [_lease_values(gpu, broker) for gpu in gpus]
+    for name, documentation in _LEASE_GAUGES.items():
+        yield _by_gpu(name, documentation, gpus, (of_gpu[name] for of_gpu in values))
+
+
+def _lease_values(gpu: GPUReading, broker: LeaseBroker) -> dict[str, float | None]:
+    devices: tuple[GPUReading | MIGReading, ...] = (gpu, *gpu.mig_devices)
+    found = [(device, _leases_on(device, broker)) for device in devices]
+    leases = {lease.lease_id: lease for _, on_device in found for lease in on_device}.values()
+    # A lease without an amount has the whole device.
+    promised = [each.request.requirements.memory_mb or device.memory_total_mb for device, on in found for each in on]
+    idle = [broker.usage_of(lease).idle_seconds for lease in leases]
+    known = [seconds for seconds in idle if seconds is not None]
+    return {
+        "leases": len(leases),
+        "promised_bytes": _bytes(_sum(promised)),
+        "lease_used_bytes": _bytes(_sum(_used_mb(device, on_device) for device, on_device in found)),
+        "lease_idle_seconds": min(known) if known and len(known) == len(idle) else None,
+    }
+
+
+def _leases_on(device: GPUReading | MIGReading, broker: LeaseBroker) -> list[Lease]:
+    """Oldest first."""
+    name = _name_of(device)
+    return sorted((lease for lease in broker.leases.values() if name in lease.gpu_ids), key=lambda lease: lease.fence)
+
+
+def _used_mb(device: GPUReading | MIGReading, leases: list[Lease]) -> float | None:
+    """What is in use now, less what was in use before the first of the leases."""
+    if not leases:
+        return 0.0
+    before = leases[0].held[leases[0].gpu_ids.index(_name_of(device))].memory_used_mb
+    now = device.memory_used_mb
+    return None if now is None or before is None else max(now - before, 0.0)
+
+
+def _name_of(device: GPUReading | MIGReading) -> str:
+    return device.identity if isinstance(device, GPUReading) else device.uuid
+
+
+def _sum(amounts: Iterable[float | None]) -> float | None:
+    """None if one of them is unknown."""
+    total = 0.0
+    for amount in amounts:
+        if amount is None:
+            return None
+        total += amount
+    return total

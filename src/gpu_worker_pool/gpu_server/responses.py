@@ -46,13 +46,19 @@ class Reply(NamedTuple):
     headers: Headers = ()
 
 
+def as_json(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+
+
 def json_reply(status: int, body: dict[str, Any], headers: Headers = ()) -> Reply:
-    encoded = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-    return Reply(status, encoded, (NO_STORE, *headers))
+    return Reply(status, as_json(body), (NO_STORE, *headers))
 
 
 class Refusal(Exception):  # noqa: N818  # an answer, not a failure
-    """Ends the handling of a request with an error status."""
+    """Ends the handling of a request with an error status.
+
+    `detail` is for people, and says what to do; `error` and `state`, how a request has ended, are for programs.
+    """
 
     def __init__(
         self,
@@ -64,23 +70,12 @@ class Refusal(Exception):  # noqa: N818  # an answer, not a failure
         state: str = "",
     ) -> None:
         super().__init__(detail)
-        self.status = status
-        #: For programs.
-        self.error = error
-        #: For people; it says what to do.
-        self.detail = detail
-        self.reasons = reasons
-        self.headers = headers
-        #: How a request has ended, for programs; empty where the refusal has another cause.
-        self.state = state
-
-    def reply(self) -> Reply:
-        body: dict[str, Any] = {"detail": self.detail, "error": self.error}
-        if self.reasons:
-            body["reasons"] = list(self.reasons)
-        if self.state:
-            body["state"] = self.state
-        return json_reply(self.status, body, self.headers)
+        body: dict[str, Any] = {"detail": detail, "error": error}
+        if reasons:
+            body["reasons"] = reasons
+        if state:
+            body["state"] = state
+        self.reply = json_reply(status, body, headers)
 
 
 def as_refusal(error: Exception) -> Refusal:

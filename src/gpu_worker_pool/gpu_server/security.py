@@ -48,16 +48,6 @@ _PROXY_HEADERS: Final = frozenset(
     ]
 )
 _PROXY_PREFIXES: Final = (b"x-forwarded", b"x-original-", b"x-envoy-", b"x-arr-", b"x-azure-", b"x-amzn-")
-#: The fields of `RequestHeaders` by header.
-_FIELDS: Final = {
-    b"host": "host",
-    b"origin": "origin",
-    b"sec-fetch-site": "fetch_site",
-    b"authorization": "authorization",
-    b"content-type": "content_type",
-    b"content-length": "content_length",
-    b"x-lease-token": "lease_token",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +60,23 @@ class Caller:
 
 
 class RequestHeaders(NamedTuple):
-    """The headers of a request that matter here; None for those that were not sent."""
+    """The headers of a request that matter here, by name; None for those that were not sent."""
 
     host: bytes | None = None
     origin: bytes | None = None
-    fetch_site: bytes | None = None
+    sec_fetch_site: bytes | None = None
     authorization: bytes | None = None
     content_type: bytes | None = None
     content_length: bytes | None = None
-    lease_token: bytes | None = None
+    x_lease_token: bytes | None = None
     is_proxied: bool = False
     #: The first header that was sent twice: a proxy and this server may disagree on which one counts.
     twice: str | None = None
+
+
+_FIELDS: Final = {
+    name.replace("_", "-").encode(): name for name in RequestHeaders._fields if name not in ("is_proxied", "twice")
+}
 
 
 def read_headers(scope: Scope) -> RequestHeaders:
@@ -186,7 +181,7 @@ class Authenticator:
                 "to GPU_POOL_HOSTS",
             )
         is_same = headers.origin is None or _same_origin(headers.origin, headers.host)
-        if not is_same or headers.fetch_site in (b"cross-site", b"same-site"):
+        if not is_same or headers.sec_fetch_site in (b"cross-site", b"same-site"):
             raise Refusal(403, "cross_origin", "a web page of another origin must not do this without a key")
 
     def _is_our_name(self, host: bytes) -> bool:

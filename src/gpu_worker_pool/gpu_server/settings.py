@@ -8,19 +8,21 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from dotenv import dotenv_values
 
+from gpu_worker_pool.config import LOCAL_ENDPOINT, EndpointConfig, parse_endpoints
 from gpu_worker_pool.environment import Environment, number, one_of, parse_bool, plain_text, printable, refused
-from gpu_worker_pool.gpu_server.peer_list import read_peers
 from gpu_worker_pool.hardware.readers.choose import check_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from gpu_worker_pool.config import EndpointConfig
+    from gpu_worker_pool.environment import Parser
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,8 @@ OWN_PATHS: Final = (
 )
 #: Shorter ones can be guessed.
 SHORTEST_KEY: Final = 16
+#: More would not fit on the page.
+MOST_PEERS: Final = 64
 _KEY: Final = re.compile(r"[!-~]+")
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,253}|\[?[0-9A-Fa-f:.]+\]?")
 _PATH: Final = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
@@ -131,46 +135,76 @@ def _get_keys(name: str, env: Mapping[str, str], complain: Callable[[str], objec
     return good
 
 
+def read_peers(name: str, text: str, complain: Callable[[str], object]) -> tuple[EndpointConfig, ...]:
+    """The usable ones, written like a client's endpoints: a typo in one of them does not hide the others."""
+    if "@" in text:
+        # No part of it is shown, as any part may be the password.
+        complain(f"{name}: a URL in it holds a user name or password, which is not supported: ignoring all peers")
+        return ()
+    entries: list[str] = []
+    peers: tuple[EndpointConfig, ...] = ()
+    for entry in filter(None, map(str.strip, text.split(","))):
+        try:
+            found = parse_endpoints([*entries, entry], name)
+        except ValueError as reason:
+            complain(f"{str(reason)[:300]}: ignoring it")
+            continue
+        if any(peer.url == LOCAL_ENDPOINT for peer in found):
+            complain(f"{name}: {LOCAL_ENDPOINT} is not a server: ignoring it")
+            continue
+        entries.append(entry)
+        peers = found
+    if len(peers) > MOST_PEERS:
+        complain(f"{name} names {len(peers)} servers: showing the first {MOST_PEERS}")
+    return peers[:MOST_PEERS]
+
+
 # --- all of them ---
+
+
+def _variable(default: T, parse: Parser[T]) -> T:
+    """A field that is read from the variable of its name."""
+    made: T = field(default=default, metadata={"parse": parse})
+    return made
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """The settings of the server; every value was checked."""
+    """The settings of the server, named like their variables; every value was checked."""
 
-    host: str = "0.0.0.0"  # noqa: S104  # the documented default
-    port: int = 8000
-    reload: bool = True
-    log_level: str = "info"
-    access_log: bool = True
-    workers: int = 1
-    title: str = "GPU Statistics Server"
-    description: str = DEFAULT_DESCRIPTION
-    version: str = "1.0.0"
-    docs_url: str = "/docs"
-    redoc_url: str = "/redoc"
-    enable_cors: bool = True
-    api_prefix: str = ""
-    refresh_interval: float = 1.0
-    max_history: int = 100
+    host: str = _variable("0.0.0.0", plain_text)  # noqa: S104  # the documented default
+    port: int = _variable(8000, number(int, 0, 65535))
+    reload: bool = _variable(True, parse_bool)
+    log_level: str = _variable("info", _parse_log_level)
+    access_log: bool = _variable(True, parse_bool)
+    workers: int = _variable(1, number(int, 1, 1024))
+    title: str = _variable("GPU Statistics Server", plain_text)
+    description: str = _variable(DEFAULT_DESCRIPTION, plain_text)
+    version: str = _variable("1.0.0", plain_text)
+    docs_url: str = _variable("/docs", _parse_path)
+    redoc_url: str = _variable("/redoc", _parse_path)
+    enable_cors: bool = _variable(True, parse_bool)
+    api_prefix: str = _variable("", _parse_prefix)
+    refresh_interval: float = _variable(1.0, number(float, 0.05, 3600))
+    max_history: int = _variable(100, number(int, 1, 10_000))
     #: A format of the standard library, or `json` for one JSON object per line.
-    log_format: str = DEFAULT_LOG_FORMAT
+    log_format: str = _variable(DEFAULT_LOG_FORMAT, _parse_log_format)
     #: None where the variable is not set: all GPUs are shown. Empty: none.
     cuda_visible_devices: str | None = None
-    gpu_backend: str = "auto"
+    gpu_backend: str = _variable("auto", check_backend)
     #: Where readings and leases are stored; None: the default.
-    gpu_pool_state_dir: str | None = None
+    gpu_pool_state_dir: str | None = _variable(None, plain_text)
     #: Keys for callers on other hosts, and for administrators: secrets, shown nowhere.
     gpu_pool_api_keys: tuple[str, ...] = field(default=(), repr=False)
     gpu_pool_admin_keys: tuple[str, ...] = field(default=(), repr=False)
     #: Whether programs on this host need no key.
-    gpu_pool_open_on_loopback: bool = True
+    gpu_pool_open_on_loopback: bool = _variable(True, parse_bool)
     #: Further names that programs on this host may use for it.
-    gpu_pool_hosts: tuple[str, ...] = ()
+    gpu_pool_hosts: tuple[str, ...] = _variable((), _parse_hosts)
     #: After how many seconds without load a holder counts as idle.
-    gpu_pool_idle_after: float = 1800.0
+    gpu_pool_idle_after: float = _variable(1800.0, number(float, 1, 1e9))
     #: How many waiting requests one key, or all programs on this host together, may have.
-    gpu_pool_most_waiting: int = 1000
+    gpu_pool_most_waiting: int = _variable(1000, number(int, 1, 1_000_000))
     #: Servers of other hosts that the live page also shows.
     gpu_pool_peers: tuple[EndpointConfig, ...] = ()
 
@@ -180,46 +214,27 @@ class ServerSettings:
     ) -> Self:
         """`complain` is called with a message for every value that cannot be used."""
         env = read_environment(complain) if environ is None else environ
-
         get = Environment(env, complain).get
-        workers = get("WORKERS", cls.workers, number(int, 1, 1024))
-        docs_url = get("DOCS_URL", cls.docs_url, _parse_path)
-        redoc_url = get("REDOC_URL", cls.redoc_url, _parse_path)
-        api_prefix = get("API_PREFIX", cls.api_prefix, _parse_prefix)
-        taken = {api_prefix + path for path in OWN_PATHS}
+        read: dict[str, Any] = {
+            each.name: get(each.name.upper(), each.default, each.metadata["parse"])
+            for each in fields(cls)
+            if "parse" in each.metadata
+        }
+        # uvicorn supports one of the two; a server with workers is not for development.
+        read["reload"] &= read["workers"] == 1
+        docs_url, redoc_url = read["docs_url"], read["redoc_url"]
+        taken = {read["api_prefix"] + path for path in OWN_PATHS}
         if docs_url == redoc_url or {docs_url, redoc_url} & taken:
             complain(
                 f"DOCS_URL={docs_url!r} and REDOC_URL={redoc_url!r} must differ from each other and from the other "
                 f"routes: using {cls.docs_url!r} and {cls.redoc_url!r}"
             )
-            docs_url, redoc_url = cls.docs_url, cls.redoc_url
-        visible = env.get("CUDA_VISIBLE_DEVICES")
+            del read["docs_url"], read["redoc_url"]
+        if (visible := env.get("CUDA_VISIBLE_DEVICES")) is not None:
+            read["cuda_visible_devices"] = printable(visible)
         return cls(
-            host=get("HOST", cls.host, plain_text),
-            port=get("PORT", cls.port, number(int, 0, 65535)),
-            # uvicorn supports one of the two; a server with workers is not for development.
-            reload=get("RELOAD", cls.reload, parse_bool) and workers == 1,
-            log_level=get("LOG_LEVEL", cls.log_level, _parse_log_level),
-            access_log=get("ACCESS_LOG", cls.access_log, parse_bool),
-            workers=workers,
-            title=get("TITLE", cls.title, plain_text),
-            description=get("DESCRIPTION", cls.description, plain_text),
-            version=get("VERSION", cls.version, plain_text),
-            docs_url=docs_url,
-            redoc_url=redoc_url,
-            enable_cors=get("ENABLE_CORS", cls.enable_cors, parse_bool),
-            api_prefix=api_prefix,
-            refresh_interval=get("REFRESH_INTERVAL", cls.refresh_interval, number(float, 0.05, 3600)),
-            max_history=get("MAX_HISTORY", cls.max_history, number(int, 1, 10_000)),
-            log_format=get("LOG_FORMAT", cls.log_format, _parse_log_format),
-            cuda_visible_devices=None if visible is None else printable(visible),
-            gpu_pool_state_dir=get("GPU_POOL_STATE_DIR", cls.gpu_pool_state_dir, plain_text),
-            gpu_backend=get("GPU_BACKEND", cls.gpu_backend, check_backend),
+            **read,
             gpu_pool_api_keys=_get_keys("GPU_POOL_API_KEYS", env, complain),
             gpu_pool_admin_keys=_get_keys("GPU_POOL_ADMIN_KEYS", env, complain),
-            gpu_pool_open_on_loopback=get("GPU_POOL_OPEN_ON_LOOPBACK", cls.gpu_pool_open_on_loopback, parse_bool),
-            gpu_pool_hosts=get("GPU_POOL_HOSTS", cls.gpu_pool_hosts, _parse_hosts),
-            gpu_pool_idle_after=get("GPU_POOL_IDLE_AFTER", cls.gpu_pool_idle_after, number(float, 1, 1e9)),
-            gpu_pool_most_waiting=get("GPU_POOL_MOST_WAITING", cls.gpu_pool_most_waiting, number(int, 1, 1_000_000)),
             gpu_pool_peers=read_peers("GPU_POOL_PEERS", env.get("GPU_POOL_PEERS", ""), complain),
         )

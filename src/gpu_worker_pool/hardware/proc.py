@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,16 @@ def process_stat(pid: int) -> ProcessStat | None:
     command, _, rest = text.partition("(")[2].rpartition(")")
     fields = rest.split()
     return ProcessStat(command, fields[0], int(fields[1]), int(fields[19]) / _TICKS_PER_SECOND)
+
+
+@lru_cache(maxsize=256)
+def user_name(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def ancestors_of(pid: int) -> list[int]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import pwd
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.core.readings import ProcessReading
-from gpu_worker_pool.hardware.proc import process_stat
+from gpu_worker_pool.hardware.proc import process_stat, user_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +23,7 @@ def describe_process(pid: int, *, name: str | None = None, memory_used_mb: float
     stat = user = None
     if _sees_the_hosts_pids():
         with suppress(OSError):
-            user = _user_name(Path("/proc", str(pid)).stat().st_uid)
+            user = user_name(Path("/proc", str(pid)).stat().st_uid)
             stat = process_stat(pid)
     if stat is None:
         return ProcessReading(pid, name=name, memory_used_mb=memory_used_mb)
@@ -99,11 +98,3 @@ def _pid_namespace() -> int | None:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
         return None
-
-
-@lru_cache(maxsize=256)
-def _user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

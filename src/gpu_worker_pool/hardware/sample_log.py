@@ -15,6 +15,7 @@ import math
 import os
 import stat
 from dataclasses import fields
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool import forks
@@ -31,7 +32,6 @@ _FORMAT: Final = 1
 _READ_BYTES: Final = 1 << 20
 _IDENTITY_BYTES: Final = 128
 _LINE_OPENS: Final = b'{"number":'
-_NAMES: dict[type[Any], tuple[str, ...]] = {}
 
 
 class SampleLog:
@@ -196,26 +196,20 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 def _encode(sample: HostSample) -> bytes:
-    entry: dict[str, Any] = {
-        "number": sample.number,
-        "failed_total": sample.failed_total,
-        "begun_at": sample.begun_at,
-        "took_seconds": sample.took_seconds,
-        "timestamp": sample.timestamp,
-    }
-    entry["answer" if isinstance(sample.answer, DriverAnswer) else "failure"] = sample.answer
+    entry = _fields_of(sample)
+    answer = entry.pop("answer")
+    entry["answer" if isinstance(answer, DriverAnswer) else "failure"] = answer
     return _ENCODER.encode(entry).encode()
 
 
 def _fields_of(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _names_of(type(value))}
+    kind: Any = type(value)
+    return {name: getattr(value, name) for name in _names_of(kind)}
 
 
+@cache
 def _names_of(kind: Any) -> tuple[str, ...]:
-    names = _NAMES.get(kind)
-    if names is None:
-        names = _NAMES[kind] = tuple(field.name for field in fields(kind))
-    return names
+    return tuple(field.name for field in fields(kind))
 
 
 #: `asdict` would be too slow: a request may be waiting for this sample.

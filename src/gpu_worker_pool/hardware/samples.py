@@ -24,32 +24,44 @@ UNKNOWN_NAME: Final = "unknown GPU"
 _DECISIVE: Final = frozenset({"memory_total_mb", "memory_used_mb", "utilization_percent"})
 
 
-def _drop_impossible(reading: GPUReading | MIGReading) -> None:
-    for name, (lowest, highest) in _POSSIBLE.items():
-        value = getattr(reading, name, None)
-        if value is not None and not lowest <= value <= highest:
-            _drop(reading, name, f"{name} is {value}")
-    total, used, free = reading.memory_total_mb, reading.memory_used_mb, reading.memory_free_mb
-    if total is None:
-        return
-    if used is not None and used > total:
-        _drop(reading, "memory_used_mb", f"{used} MB of {total} MB used")
-    if free is not None and free > total:
-        _drop(reading, "memory_free_mb", f"{free} MB of {total} MB free")
+class _Sensors:
+    """Drops impossible numbers (NaN, 250 %, more used than total).
 
+    A broken sensor must never look like an idle GPU, and must not affect other GPUs.
+    """
 
-def _drop(reading: GPUReading | MIGReading, name: str, fault: str) -> None:
-    object.__setattr__(reading, name, None)
-    if name in _DECISIVE and reading.fault is None:
-        object.__setattr__(reading, "fault", f"impossible reading: {fault}")
+    __slots__ = ()
+    memory_total_mb: float | None
+    memory_used_mb: float | None
+    memory_free_mb: float | None
+    fault: str | None
 
+    def __post_init__(self) -> None:
+        for name, (lowest, highest) in _POSSIBLE.items():
+            value = getattr(self, name, None)
+            if value is not None and not lowest <= value <= highest:
+                self._drop(name, f"{name} is {value}")
+        total, used, free = self.memory_total_mb, self.memory_used_mb, self.memory_free_mb
+        if total is None:
+            return
+        if used is not None and used > total:
+            self._drop("memory_used_mb", f"{used} MB of {total} MB used")
+        if free is not None and free > total:
+            self._drop("memory_free_mb", f"{free} MB of {total} MB free")
 
-def _usage_percent(total_mb: float | None, used_mb: float | None) -> float | None:
-    return None if not total_mb or used_mb is None else 100.0 * used_mb / total_mb
+    def _drop(self, name: str, fault: str) -> None:
+        object.__setattr__(self, name, None)
+        if name in _DECISIVE and self.fault is None:
+            object.__setattr__(self, "fault", f"impossible reading: {fault}")
+
+    @property
+    def memory_usage_percent(self) -> float | None:
+        total, used = self.memory_total_mb, self.memory_used_mb
+        return None if not total or used is None else 100.0 * used / total
 
 
 @dataclass(frozen=True, slots=True)
-class MIGReading:
+class MIGReading(_Sensors):
     """One MIG device, an isolated part of a GPU."""
 
     uuid: str
@@ -64,21 +76,10 @@ class MIGReading:
     processes: tuple[ProcessReading, ...] | None = None
     fault: str | None = None
 
-    def __post_init__(self) -> None:
-        _drop_impossible(self)
-
-    @property
-    def memory_usage_percent(self) -> float | None:
-        return _usage_percent(self.memory_total_mb, self.memory_used_mb)
-
 
 @dataclass(frozen=True, slots=True)
-class GPUReading:
-    """One GPU at one moment; a lost GPU has a reading too, with its `fault`.
-
-    Impossible numbers (NaN, 250 %, more used than total) are dropped here: a broken sensor must never look like an idle
-    GPU, and must not affect other GPUs.
-    """
+class GPUReading(_Sensors):
+    """One GPU at one moment; a lost GPU has a reading too, with its `fault`."""
 
     index: int
     name: str
@@ -105,13 +106,6 @@ class GPUReading:
     #: Empty if MIG is off, or no device was created.
     mig_devices: tuple[MIGReading, ...] = ()
     mig_enabled: bool = False
-
-    def __post_init__(self) -> None:
-        _drop_impossible(self)
-
-    @property
-    def memory_usage_percent(self) -> float | None:
-        return _usage_percent(self.memory_total_mb, self.memory_used_mb)
 
     def lost(self, fault: str) -> GPUReading:
         """The same GPU without values: its identity, its MIG devices, and the fault."""

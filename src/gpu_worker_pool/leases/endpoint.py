@@ -130,7 +130,7 @@ class LeaseEndpoint:
         self.is_silent = False
         self._breaker.probe_soon(now)
         if is_inside or self._breaker.try_enter(now):
-            self._breaker.succeeded(now)
+            self._breaker.succeeded()
         if self.last_error is not None:
             self.last_error = None
             logger.info("%s answers lease requests again", self.endpoint_id)

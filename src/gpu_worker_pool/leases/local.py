@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.core.events import Request
     from gpu_worker_pool.hardware.samples import GPUReading, HostSample
-    from gpu_worker_pool.ledger import Ledger, Tell
+    from gpu_worker_pool.ledger import Ledger, OnCommit
 
 logger = logging.getLogger(__name__)
 
@@ -198,9 +198,9 @@ class LocalLeaseService:
             finally:
                 await broker.stop()
 
-    def _open_ledger(self, tell: Tell) -> Ledger:
+    def _open_ledger(self, on_commit: OnCommit) -> Ledger:
         try:
-            return open_host_ledger(self._settings.backend, _SETTINGS, tell, state_dir=self._settings.state_dir)
+            return open_host_ledger(self._settings.backend, _SETTINGS, on_commit, state_dir=self._settings.state_dir)
         except (LedgerUnavailableError, OSError) as error:
             # Not as the broker expects it, which would log every try: the caller reports it once.
             raise ServiceRetryableError(str(error)) from None

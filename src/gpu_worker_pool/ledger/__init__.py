@@ -1,11 +1,10 @@
 """The ledger stores leases and waiters: it takes events, and reports their effects once they are safely stored.
 
-Every kind of ledger (memory, a SQLite file) has the same interface; nothing outside this package depends on the kind.
+Nothing outside this package depends on where they are stored: `Ledger` is all that is known of it.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.remembered import Outcome
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 
 @record
@@ -40,20 +37,12 @@ class Committed:
     tally: Mapping[RequestState | LeaseState, int]
 
 
-Tell: TypeAlias = Callable[[Committed], object]
+OnCommit: TypeAlias = Callable[[Committed], object]
 Question: TypeAlias = "Callable[[Pool, float], T]"
 
 
-def tell_of(committed: Committed, tell: Tell) -> None:
-    """A listener that fails must not keep the caller from its answer: the commit is done."""
-    try:
-        tell(committed)
-    except Exception:
-        logger.exception("the listener of commits failed")
-
-
 class Ledger(Protocol):
-    """One process's access to it. The `Tell` it is made with is called before `submit` returns."""
+    """One process's access to it. The `OnCommit` it is made with is called before `submit` returns."""
 
     async def submit(self, event: Event) -> tuple[Effect, ...]:
         """Apply one event; returns its effects once they cannot be lost.

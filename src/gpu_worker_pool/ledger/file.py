@@ -107,29 +107,26 @@ class LedgerFile:
         """Errors of SQLite and the system, with words for the person who has to fix it."""
         try:
             yield
-        except apsw.BusyError as error:
-            who = lock_holder(self.path)
-            by = f" by {who}" if who else ""
-            raise LedgerUnavailableError(
-                f"the ledger {self.path} has been locked{by} for more than {BUSY_SECONDS:g} s"
-            ) from error
-        except (apsw.FullError, apsw.IOError) as error:
-            raise LedgerUnavailableError(
-                f"the ledger {self.path} cannot be written ({error}): is the disk full?"
-            ) from error
-        except (apsw.CorruptError, apsw.NotADBError) as error:
-            raise LedgerUnavailableError(
-                f"the ledger {self.path} is damaged ({error}); it is left as it is: move it away to start again"
-            ) from error
-        except (apsw.ReadOnlyError, apsw.CantOpenError, apsw.PermissionsError, apsw.AuthError) as error:
-            why = "its folder is sticky (chmod -t)" if _is_sticky(self.path.parent) else "who may write to its folder?"
-            raise LedgerUnavailableError(
-                f"the ledger {self.path} cannot be opened for writing ({error}): {why}"
-            ) from error
-        except apsw.Error as error:
-            raise LedgerUnavailableError(f"the ledger {self.path} failed: {type(error).__name__}: {error}") from error
-        except OSError as error:
-            raise LedgerUnavailableError(f"the ledger {self.path} cannot be used: {error.strerror}") from error
+        except (apsw.Error, OSError) as error:
+            raise LedgerUnavailableError(f"the ledger {self.path} {self._in_words(error)}") from error
+
+    def _in_words(self, error: apsw.Error | OSError) -> str:
+        match error:
+            case apsw.BusyError():
+                who = lock_holder(self.path)
+                return f"has been locked{f' by {who}' if who else ''} for more than {BUSY_SECONDS:g} s"
+            case apsw.FullError() | apsw.IOError():
+                return f"cannot be written ({error}): is the disk full?"
+            case apsw.CorruptError() | apsw.NotADBError():
+                return f"is damaged ({error}); it is left as it is: move it away to start again"
+            case apsw.ReadOnlyError() | apsw.CantOpenError() | apsw.PermissionsError() | apsw.AuthError():
+                is_sticky = _is_sticky(self.path.parent)
+                why = "its folder is sticky (chmod -t)" if is_sticky else "who may write to its folder?"
+                return f"cannot be opened for writing ({error}): {why}"
+            case apsw.Error():
+                return f"failed: {type(error).__name__}: {error}"
+            case OSError():
+                return f"cannot be used: {error.strerror}"
 
 
 def _is_sticky(folder: Path) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 from gpu_worker_pool import forks
@@ -20,7 +20,7 @@ from gpu_worker_pool.errors import LedgerUnavailableError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import apsw
+    from gpu_worker_pool.ledger.file import LedgerFile
 
 #: How long a fork waits for a transaction to end.
 FORK_WAIT_SECONDS: Final = 1.0
@@ -28,15 +28,7 @@ FORK_WAIT_SECONDS: Final = 1.0
 OPENING: Final = threading.Lock()
 
 
-class OpenFile(Protocol):
-    path: Path
-    connection: apsw.Connection
-    #: Held while the connection is used.
-    in_use: threading.Lock
-    is_inherited: bool
-
-
-def watch(file: OpenFile) -> None:
+def watch(file: LedgerFile) -> None:
     _open.add(file)
 
 
@@ -48,11 +40,11 @@ def check_not_inherited(path: Path) -> None:
         )
 
 
-_open: WeakSet[OpenFile] = WeakSet()
+_open: WeakSet[LedgerFile] = WeakSet()
 _never_to_open: set[Path] = set()
 _was_opening = False
 #: By the thread that forks: the files it waited for, and whether each became idle.
-_forking: dict[int, tuple[bool, list[tuple[OpenFile, bool]]]] = {}
+_forking: dict[int, tuple[bool, list[tuple[LedgerFile, bool]]]] = {}
 
 
 def _before() -> None:

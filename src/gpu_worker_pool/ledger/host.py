@@ -11,10 +11,12 @@ from gpu_worker_pool.state_directory import state_directory
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.settings import PoolSettings
-    from gpu_worker_pool.ledger import Ledger, Tell
+    from gpu_worker_pool.ledger import Ledger, OnCommit
 
 
-def open_host_ledger(backend: str, settings: PoolSettings, tell: Tell, *, state_dir: str | None = None) -> Ledger:
+def open_host_ledger(
+    backend: str, settings: PoolSettings, on_commit: OnCommit, *, state_dir: str | None = None
+) -> Ledger:
     """Simulated GPUs have their own file. Raises `LedgerUnavailableError` or an `OSError`."""
     directory = state_directory(state_dir)
-    return SQLiteLedger(directory / f"ledger-{hardware_name(backend)}-v{FORMAT}.db", settings, tell)
+    return SQLiteLedger(directory / f"ledger-{hardware_name(backend)}-v{FORMAT}.db", settings, on_commit)

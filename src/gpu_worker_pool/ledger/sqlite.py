@@ -38,7 +38,7 @@ from gpu_worker_pool.core import (
 from gpu_worker_pool.core.mirror import MirrorPool
 from gpu_worker_pool.errors import IllegalEventError, LedgerUnavailableError
 from gpu_worker_pool.hardware.processes import boot_id as id_of_this_boot
-from gpu_worker_pool.ledger import Committed, Question, Tell, tell_of
+from gpu_worker_pool.ledger import Committed, OnCommit, Question
 from gpu_worker_pool.ledger.change_tracker import ChangeTracker
 from gpu_worker_pool.ledger.file import LedgerFile
 from gpu_worker_pool.ledger.tables import FORMAT, SCHEMA, Tables
@@ -68,11 +68,22 @@ MOST_OUTCOMES: Final = 1000
 
 @dataclass(slots=True)
 class _Job:
-    """An event or a question, and the callback for its answer."""
+    """An event or a question, the future of its answer, and the answer once it is known."""
 
     what: Event | Callable[[Pool, float], Any]
     is_question: bool
-    answer: Callable[[Any, BaseException | None], object]
+    future: asyncio.Future[Any]
+    value: Any = None
+    error: BaseException | None = None
+
+    def finish(self) -> None:
+        """In the event loop's thread."""
+        if self.future.done():  # the caller was cancelled; the transaction stays
+            return
+        if self.error is None:
+            self.future.set_result(self.value)
+        else:
+            self.future.set_exception(self.error)
 
 
 @dataclass(slots=True)
@@ -90,13 +101,13 @@ class _News:
 
 
 class SQLiteLedger:
-    """`tell` is called in the thread of the event loop that this was made in."""
+    """`on_commit` is called in the thread of the event loop that this was made in."""
 
     def __init__(
         self,
         path: Path,
         settings: PoolSettings,
-        tell: Tell,
+        on_commit: OnCommit,
         *,
         clock: Callable[[], float] = boot_time,
         boot_id: str | None = None,
@@ -104,7 +115,7 @@ class SQLiteLedger:
         """Raises `LedgerUnavailableError` where the file cannot be used."""
         # Outcomes are dropped from memory between transactions, never within one.
         self._settings = replace(settings, remember_at_most=None)
-        self._tell = tell
+        self._on_commit = on_commit
         self._clock = clock
         self._boot_id = boot_id or id_of_this_boot()
         self._loop = asyncio.get_running_loop()
@@ -140,22 +151,13 @@ class SQLiteLedger:
         return answer
 
     def _enqueue(self, what: Any, *, is_question: bool) -> asyncio.Future[Any]:
-        future: asyncio.Future[Any] = self._loop.create_future()
-
-        def answer(value: Any, error: BaseException | None) -> None:
-            if future.done():  # the caller was cancelled; the transaction stays
-                return
-            if error is None:
-                future.set_result(value)
-            else:
-                future.set_exception(error)
-
         if self._file.is_inherited:
             raise LedgerUnavailableError("the ledger was opened by the process this one was forked from: open it again")
         if self._is_closed:
             raise LedgerUnavailableError("the ledger was closed")
-        self._jobs.put(_Job(what, is_question, answer))
-        return future
+        job = _Job(what, is_question, self._loop.create_future())
+        self._jobs.put(job)
+        return job.future
 
     async def close(self) -> None:
         if self._file.is_inherited:
@@ -237,26 +239,22 @@ class SQLiteLedger:
     # --- a transaction ---
 
     def _transact(self, events: list[_Job]) -> None:
-        results: list[tuple[_Job, Any, BaseException | None]] = []
         try:
             with self._file.errors():
-                committed = self._in_transaction(events, results)
-        except LedgerUnavailableError as error:
-            self._failed(error)
-            for job in events:
-                self._call_in_loop(job.answer, None, error)
-            return
+                committed = self._in_transaction(events)
         except Exception as error:
-            logger.exception("the ledger could not decide")
             self._failed(error)
             for job in events:
-                self._call_in_loop(job.answer, None, LedgerUnavailableError(f"{type(error).__name__}: {error}"))
+                job.error = error
+                if not isinstance(error, LedgerUnavailableError):
+                    job.error = LedgerUnavailableError(f"{type(error).__name__}: {error}")
+                self._call_in_loop(job.finish)
             return
         self._complaint, self._pause_until = "", -math.inf
-        if results or committed.effects or committed.changes or committed.is_everything:
-            self._call_in_loop(self._deliver, committed, results)
+        if events or committed.effects or committed.changes or committed.is_everything:
+            self._call_in_loop(self._deliver, committed, events)
 
-    def _in_transaction(self, events: list[_Job], results: list[tuple[_Job, Any, BaseException | None]]) -> Committed:
+    def _in_transaction(self, events: list[_Job]) -> Committed:
         connection = self._file.connection
         self._file.check()
         connection.execute("BEGIN IMMEDIATE")
@@ -275,12 +273,11 @@ class SQLiteLedger:
             for job in events:
                 try:
                     self._remember(pool, job.what, now)
-                    done = _apply(pool, job.what, now)
+                    job.value = _apply(pool, job.what, now)
                 except IllegalEventError as problem:
-                    results.append((job, None, problem))
-                    continue
-                effects += done
-                results.append((job, done, None))
+                    job.error = problem
+                else:
+                    effects += job.value
             if not events or news.is_any:
                 effects += _apply(pool, Ticked(), now)
             own = self._requests.take_changes()
@@ -353,6 +350,8 @@ class SQLiteLedger:
             self._requests.forget_change(outcome.request.request_id)
 
     def _failed(self, error: Exception) -> None:
+        if not isinstance(error, LedgerUnavailableError):
+            logger.error("the ledger could not decide", exc_info=error)
         self._pool = None
         self._pause_until = self._clock() + PAUSE_SECONDS
         if str(error) != self._complaint:
@@ -363,13 +362,12 @@ class SQLiteLedger:
 
     def _answer_question(self, job: _Job) -> None:
         assert callable(job.what)
-        value, problem = None, None
         try:
             # As of the last turn: at most `FOLLOW_SECONDS` ago.
-            value = job.what(self._pool or self._read_only_pool(), self._clock())
+            job.value = job.what(self._pool or self._read_only_pool(), self._clock())
         except Exception as error:
-            problem = error
-        self._call_in_loop(job.answer, value, problem)
+            job.error = error
+        self._call_in_loop(job.finish)
 
     def _read_only_pool(self) -> Pool:
         """For questions while the ledger cannot be written, for example because the disk is full."""
@@ -388,10 +386,13 @@ class SQLiteLedger:
 
     # --- answers ---
 
-    def _deliver(self, committed: Committed, results: list[tuple[_Job, Any, BaseException | None]]) -> None:
-        tell_of(committed, self._tell)
-        for job, value, problem in results:
-            job.answer(value, problem)
+    def _deliver(self, committed: Committed, events: list[_Job]) -> None:
+        try:
+            self._on_commit(committed)
+        except Exception:  # it must not keep the callers from their answers: the commit is done
+            logger.exception("the listener of commits failed")
+        for job in events:
+            job.finish()
 
     def _call_in_loop(self, function: Callable[..., object], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed

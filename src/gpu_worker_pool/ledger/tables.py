@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.replication import Counters, GPUHistory
-from gpu_worker_pool.core.saved import lease_of, moment_of, outcome_of, shifted, to_json, waiter_of
+from gpu_worker_pool.core.saved import after_reboot, lease_of, moment_of, outcome_of, to_json, waiter_of
 from gpu_worker_pool.errors import LedgerUnavailableError
 
 if TYPE_CHECKING:
@@ -105,25 +105,22 @@ class Tables:
         """Replicate the changes since that revision into the pool; None: all live requests, into an empty one."""
         if since_revision is None:
             found = self._execute("SELECT kind, data FROM requests WHERE ended_at IS NULL")
-            gpus = self._execute("SELECT gpu_id, endpoint_id, last_fence, freed_at, read_after FROM gpus")
             self._gpu_rows.clear()
         else:
             found = self._execute("SELECT kind, data FROM requests WHERE revision > ?", (since_revision,))
-            gpus = self._execute(
-                "SELECT gpu_id, endpoint_id, last_fence, freed_at, read_after FROM gpus WHERE revision > ?",
-                (since_revision,),
-            )
         news = [_known(kind, data) for kind, data in found]
         # In order of arrival, whichever was written last.
         news.sort(key=lambda known: known.ticket if isinstance(known, Waiter) else 0)
         histories = []
-        for row in gpus:
+        for row in self._execute(
+            "SELECT gpu_id, endpoint_id, last_fence, freed_at, read_after FROM gpus WHERE revision > ?",
+            (-1 if since_revision is None else since_revision,),
+        ):
             self._gpu_rows[row[0]] = row
             gpu_id, endpoint_id, last_fence, freed_at, read_after = row
             histories.append(GPUHistory(gpu_id, endpoint_id, last_fence, moment_of(freed_at), moment_of(read_after)))
-        ended = json.loads(meta.tally)
-        tally = {state: ended.get(state.value, 0) for state in pool.tally}
-        pool.replicate(news, histories, Counters(meta.fence, meta.ticket, moment_of(meta.now), tally))
+        counters = Counters(meta.fence, meta.ticket, moment_of(meta.now), json.loads(meta.tally))
+        pool.replicate(news, histories, counters)
 
     def ended_request(self, request_id: str) -> Outcome | None:
         row = self._execute(
@@ -176,13 +173,8 @@ class Tables:
         )
 
     def _write_gpu(self, gpu: GPUResourceState, revision: int) -> None:
-        row = (
-            gpu.gpu_id,
-            gpu.endpoint.endpoint_id,
-            gpu.last_fence,
-            to_json(gpu.freed_at),
-            to_json(gpu.read_after),
-        )
+        endpoint_id, freed_at, read_after = gpu.endpoint.endpoint_id, to_json(gpu.freed_at), to_json(gpu.read_after)
+        row = (gpu.gpu_id, endpoint_id, gpu.last_fence, freed_at, read_after)
         if self._gpu_rows.get(gpu.gpu_id) != row:
             self._gpu_rows[gpu.gpu_id] = row
             self._execute("INSERT OR REPLACE INTO gpus VALUES (?, ?, ?, ?, ?, ?)", (*row, revision))
@@ -211,7 +203,7 @@ class Tables:
         revision = meta.revision + 1
         rows: list[tuple[Any, ...]] = self._execute("SELECT request_id, ended_at, data FROM requests").fetchall()
         for request_id, ended_at, data in rows:
-            row = _without_processes(shifted(json.loads(data), later))
+            row = after_reboot(json.loads(data), later)
             self._execute(
                 "UPDATE requests SET ended_at = ?, revision = ?, data = ? WHERE request_id = ?",
                 (None if ended_at is None else ended_at + later, revision, _encode(row), request_id),
@@ -232,13 +224,6 @@ def _known(kind: str, data: str) -> Waiter | Lease | Outcome:
 
 #: Made once: `json.dumps` would make an encoder per row.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-
-
-def _without_processes(row: Any) -> Any:
-    for lease in (row, row.get("lease") or {}):
-        for held in lease.get("held", ()):
-            held["processes"] = None
-    return row
 
 
 def _tally(pool: Pool) -> str:

@@ -15,7 +15,7 @@ from gpu_worker_pool.cli.commands import run as run_module
 from gpu_worker_pool.cli.commands import wait as wait_module
 from gpu_worker_pool.cli.options import requirements_options
 from gpu_worker_pool.cli.program import gpu_pool
-from gpu_worker_pool.cli.running.lease_spec import LeaseSpec, WaitLimit
+from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
 from gpu_worker_pool.core.requirements import Requirements
 
 
@@ -102,6 +102,7 @@ def test_every_requirement_reaches_the_lease_spec(
     CliRunner().invoke(gpu_pool, [*words, *more, *(["true"] if words[0] == "run" else [])])
     (spec,) = specs
     assert Requirements(**spec.requirement_options) == EVERYTHING
-    assert (spec.wait_limit, spec.label, spec.ttl_seconds) == (WaitLimit(90.0), "nightly", 30.0)
-    assert spec.endpoints == ("http://gpu-1:8000",)
-    assert LeaseSpec.of_message(json.loads(json.dumps(spec.as_message()))) == spec
+    assert (spec.timeout_seconds, spec.is_no_wait) == (90.0, False)
+    assert (spec.label, spec.ttl_seconds) == ("nightly", 30.0)
+    assert spec.endpoints == ["http://gpu-1:8000"]
+    assert LeaseSpec(**json.loads(json.dumps(spec._asdict()))) == spec

@@ -75,7 +75,7 @@ reading_changes = st.one_of(
     st.fixed_dictionaries({"memory_usage_percent": st.sampled_from([float("nan"), 250.0, -5.0, 79.9, 80.0])}),
     st.just({"memory_used_mb": 90_000.0}),
     st.just({"fault": "GPU is lost"}),
-    st.just({"is_promised_elsewhere": True}),
+    st.just({"is_leased_elsewhere": True}),
     st.just({"processes": None}),
     st.fixed_dictionaries({"processes": st.sampled_from([(ProcessReading(7),), (ProcessReading(8, 1.0),)])}),
 )
@@ -93,6 +93,8 @@ class Histories(RuleBasedStateMachine):
         self.history = History(self.settings_of_pool)
         self.oracle = Oracle(self.settings_of_pool)
         self.lease_ids: list[str] = []
+        #: Whether a step failed or timed out half way, so that the history lacks what the pool did.
+        self.is_interrupted = False
 
     @property
     def pool(self) -> Any:
@@ -107,11 +109,14 @@ class Histories(RuleBasedStateMachine):
     def step(self, event: Event) -> bool:
         """Apply an event; False if it was refused, and then nothing may have changed."""
         before = save(self.pool)
+        self.is_interrupted = True
         try:
             effects = self.history.apply(event, self.now)
         except IllegalEventError:
+            self.is_interrupted = False
             assert save(self.pool) == before, f"{event} was refused and changed something"
             return False
+        self.is_interrupted = False
         self.oracle.saw(event, effects, self.now)
         self.check()
         self.lease_ids += [
@@ -352,7 +357,7 @@ class Histories(RuleBasedStateMachine):
             assert not self.oracle.waiting
 
     def teardown(self) -> None:
-        if hasattr(self, "hosts"):
+        if hasattr(self, "hosts") and not self.is_interrupted:
             replay(self.history)
 
 

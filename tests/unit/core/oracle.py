@@ -295,7 +295,7 @@ class Oracle:
 
     def _is_sound(self, card: Card, requirements: Requirements, now: float) -> bool:
         reading = card.reading
-        if reading is None or reading.fault or reading.is_promised_elsewhere:
+        if reading is None or reading.fault or reading.is_leased_elsewhere:
             return False
         return now - self.endpoint_begun[card.endpoint] <= 15 and self._never(reading, requirements) is None
 
@@ -322,8 +322,8 @@ class Oracle:
             return "stale"
         if self.endpoint_begun[card.endpoint] <= card.last_lease_ended:
             return "not read since the last lease ended"
-        if reading.fault is not None or reading.is_promised_elsewhere:
-            return "unhealthy, or promised elsewhere"
+        if reading.fault is not None or reading.is_leased_elsewhere:
+            return "unhealthy, or leased elsewhere"
         if self._never(reading, requirements) is not None:
             return self._never(reading, requirements)
         used, utilization = reading.memory_usage_percent, reading.utilization_percent

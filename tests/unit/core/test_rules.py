@@ -117,7 +117,7 @@ def granted(effects: tuple[Effect, ...]) -> list[tuple[str, tuple[str, ...]]]:
         ({"memory_used_mb": None}, ObstacleKind.MEMORY_UNKNOWN),
         ({"utilization_percent": None}, ObstacleKind.UTILIZATION_UNKNOWN),
         ({"fault": "GPU is lost"}, ObstacleKind.UNHEALTHY),
-        ({"is_promised_elsewhere": True}, ObstacleKind.PROMISED_ELSEWHERE),
+        ({"is_leased_elsewhere": True}, ObstacleKind.LEASED_ELSEWHERE),
         (
             {"utilization_percent": None, "reports_utilization": False, "processes": (STRANGER,)},
             ObstacleKind.FOREIGN_PROCESS,

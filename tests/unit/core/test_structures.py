@@ -22,7 +22,7 @@ from gpu_worker_pool.core import (
     WorkerQueue,
 )
 from gpu_worker_pool.core.gpus import EndpointState, GPUResourceState
-from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, IllegalMoveError, diagram
+from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, IllegalMoveError
 from gpu_worker_pool.core.ranked import RankedSet
 from gpu_worker_pool.core.saved import MOMENTS, STORED_NAMES
 from gpu_worker_pool.core.timers import Timers
@@ -159,16 +159,6 @@ def test_every_state_of_a_table_can_be_reached_and_left_or_is_an_end() -> None:
     for moves, starts in ((REQUEST_MOVES, {"waiting"}), (LEASE_MOVES, {"held", "offered"})):
         targets = {target for targets in moves.values() for target in targets}
         assert targets | starts == set(moves)
-
-
-def test_a_diagram_shows_the_whole_table() -> None:
-    drawn = diagram({"on": {"off": "somebody slept"}, "off": {}}, ["on"])
-    assert drawn.splitlines() == [
-        "stateDiagram-v2",
-        "    [*] --> on",
-        "    on --> off: somebody slept",
-        "    off --> [*]",
-    ]
 
 
 def test_every_moment_moves_when_the_clock_begins_anew() -> None:

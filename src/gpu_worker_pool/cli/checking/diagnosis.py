@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import apsw
 
 from gpu_worker_pool._version import __version__
-from gpu_worker_pool.cli.checking.findings import Finding
+from gpu_worker_pool.cli.checking import Finding
 from gpu_worker_pool.cli.checking.server_checks import check_servers
 from gpu_worker_pool.cli.checking.settings_list import all_settings
 from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local, local_backend
@@ -189,22 +189,14 @@ def _state_directory() -> Iterator[Finding]:
     if is_private(directory):
         yield Finding("warning", "state directory", privacy_warning(directory))
     elif not os.access(directory, os.W_OK):
-        yield Finding(
-            "wrong",
-            "state directory",
-            f"{directory} is not writable",
-            "chmod it, or set GPU_POOL_STATE_DIR",
-        )
+        yield Finding("wrong", "state directory", f"{directory} is not writable", "chmod it, or set GPU_POOL_STATE_DIR")
         return
     else:
         yield Finding("ok", "state directory", str(directory))
     free_mb = shutil.disk_usage(directory).free / 1e6
     if free_mb < LITTLE_SPACE_MB:
         yield Finding(
-            "wrong",
-            "disk",
-            f"only {free_mb:.0f} MB free for {directory}",
-            "free some: a full disk stops all grants",
+            "wrong", "disk", f"only {free_mb:.0f} MB free for {directory}", "free some: a full disk stops all grants"
         )
     yield asyncio.run(_ledger(directory))
 
@@ -237,12 +229,7 @@ def _keys(endpoints: Sequence[EndpointConfig]) -> Iterator[Finding]:
     if key is None and not elsewhere:
         yield Finding("ok", "keys", "not needed on this host")
     elif key is None:
-        yield Finding(
-            "warning",
-            "keys",
-            "servers on other hosts need GPU_POOL_API_KEY",
-            "export GPU_POOL_API_KEY=…",
-        )
+        yield Finding("warning", "keys", "servers on other hosts need GPU_POOL_API_KEY", "export GPU_POOL_API_KEY=…")
     else:
         yield Finding("ok", "keys", "GPU_POOL_API_KEY is set")
     for endpoint in elsewhere:

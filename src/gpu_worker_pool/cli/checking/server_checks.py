@@ -7,7 +7,7 @@ import time
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from gpu_worker_pool.cli.checking.findings import Finding
+from gpu_worker_pool.cli.checking import Finding
 from gpu_worker_pool.cli.endpoints import is_local
 from gpu_worker_pool.config import is_loopback_url
 from gpu_worker_pool.errors import GPUWorkerPoolError

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.cli.endpoints import chosen_endpoints
 from gpu_worker_pool.config import MultiEndpointConfigurationManager
@@ -34,9 +34,6 @@ class Setting:
     #: `client`, `command line`, `server`, or `server and local://`; `nobody` for an unknown name.
     used_by: str
     problem: str | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def all_settings() -> list[Setting]:

@@ -8,7 +8,6 @@ from gpu_worker_pool.cli.options import json_option
 
 
 @click.command(
-    short_help="Show every setting and where it came from.",
     epilog="""\
 \b
 Examples:
@@ -24,13 +23,15 @@ def config(*, changed: bool, as_json: bool) -> int:
 
     Keys are never shown. The exit status is 1 if there is a problem.
     """
+    from dataclasses import asdict
+
     from gpu_worker_pool.cli.checking.settings_list import all_settings
     from gpu_worker_pool.cli.output import print_json
     from gpu_worker_pool.cli.tables import print_table
 
     settings = [each for each in all_settings() if not changed or each.source != "default" or each.problem]
     if as_json:
-        print_json({"settings": [each.as_json() for each in settings]})
+        print_json({"settings": [asdict(each) for each in settings]})
     else:
         rows = [
             [each.name, each.value, each.source, each.used_by, f"wrong: {each.problem}" if each.problem else ""]

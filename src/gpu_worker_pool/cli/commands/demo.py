@@ -6,7 +6,6 @@ import click
 
 
 @click.command(
-    short_help="See a dozen workers share a few GPUs.",
     epilog="""\
 \b
 Examples:

@@ -8,7 +8,6 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option
 
 
 @click.command(
-    short_help="Check this host and its endpoints, and say how to fix problems.",
     epilog="""\
 \b
 Examples:
@@ -25,8 +24,8 @@ def doctor(*, as_json: bool, endpoints: tuple[str, ...]) -> int:
     Changes nothing. The exit status is 1 if there is a problem.
     """
     from gpu_worker_pool.cli.checking.diagnosis import diagnose
-    from gpu_worker_pool.cli.output import print_json
-    from gpu_worker_pool.cli.tables import print_line, print_table
+    from gpu_worker_pool.cli.output import print_json, print_line
+    from gpu_worker_pool.cli.tables import print_table
 
     findings = diagnose(endpoints)
     is_well = all(finding.status != "wrong" for finding in findings)

@@ -10,7 +10,6 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option, requiremen
 
 
 @click.command(
-    short_help="Say GPU by GPU why a request would wait.",
     epilog="""\
 \b
 Examples:
@@ -35,6 +34,7 @@ def explain(
 
     found = explanations(endpoints, requirement_options, request_id)
     if as_json:
-        print_json(found[0].body if len(found) == 1 else {"endpoints": [each.as_json() for each in found]})
+        bodies = [{"endpoint": each.endpoint.endpoint_id, **each.body} for each in found]
+        print_json(found[0].body if len(found) == 1 else {"endpoints": bodies})
     else:
         print_explanations(found)

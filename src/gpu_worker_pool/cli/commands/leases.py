@@ -8,7 +8,6 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option
 
 
 @click.command(
-    short_help="List leases: who holds which GPU, and since when.",
     epilog="""\
 \b
 Examples:
@@ -20,15 +19,6 @@ Examples:
 @endpoint_option
 def leases(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
     """List all leases: who holds which GPU, since when, how much memory is reserved and how much is used."""
-    from gpu_worker_pool.cli.views.cells import LEASE_COLUMNS, lease_cells
     from gpu_worker_pool.cli.views.lists import print_list
 
-    print_list(
-        endpoints,
-        lambda host: host.leases(),
-        "leases",
-        LEASE_COLUMNS,
-        lease_cells,
-        as_json=as_json,
-        nothing="no leases",
-    )
+    print_list("leases", endpoints, as_json=as_json)

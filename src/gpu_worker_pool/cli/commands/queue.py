@@ -8,7 +8,6 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option
 
 
 @click.command(
-    short_help="List waiting requests in order, with the reasons.",
     epilog="""\
 \b
 Examples:
@@ -20,15 +19,6 @@ Examples:
 @endpoint_option
 def queue(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
     """List the waiting requests in the order in which they will be served, and what each waits for."""
-    from gpu_worker_pool.cli.views.cells import QUEUE_COLUMNS, queue_cells
     from gpu_worker_pool.cli.views.lists import print_list
 
-    print_list(
-        endpoints,
-        lambda host: host.queue(),
-        "queue",
-        QUEUE_COLUMNS,
-        queue_cells,
-        as_json=as_json,
-        nothing="no waiting requests",
-    )
+    print_list("queue", endpoints, as_json=as_json)

@@ -8,7 +8,6 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option
 
 
 @click.command(
-    short_help="End a lease, or take a request out of the queue.",
     epilog="""\
 \b
 Examples:
@@ -28,8 +27,7 @@ def release(*, identifiers: tuple[str, ...], as_json: bool, endpoints: tuple[str
 
     You can release your own; root, or an administrator's key in GPU_POOL_ADMIN_KEY, all of them and quarantines.
     """
-    from gpu_worker_pool.cli.output import print_json
-    from gpu_worker_pool.cli.printable import printable
+    from gpu_worker_pool.cli.output import print_json, printable
     from gpu_worker_pool.cli.views.release import release_all
 
     outcomes = release_all(endpoints, identifiers)

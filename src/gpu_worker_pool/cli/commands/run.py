@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from gpu_worker_pool.cli.options import endpoint_option, lease_options, requirements_options
+from gpu_worker_pool.cli.options import lease_options
 from gpu_worker_pool.cli.running.command import CommandOnGPU, check_command
-from gpu_worker_pool.cli.running.environment import lease_variables
-from gpu_worker_pool.cli.running.front import InterruptedBySignal, end_like
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec, worker_name
-from gpu_worker_pool.cli.running.progress import Progress
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from gpu_worker_pool.cli.running.lease_spec import WaitLimit
+    from gpu_worker_pool.cli.running.progress import Progress
 
 
 def _complete_command(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -35,7 +32,6 @@ def _complete_command(context: click.Context, _: click.Parameter, incomplete: st
 
 
 @click.command(
-    short_help="Wait for a GPU, run a command on it, release it.",
     # Options behind the command belong to the command.
     context_settings={"allow_interspersed_args": False},
     epilog="""\
@@ -53,9 +49,7 @@ Exit status: the command's own, 128+N if signal N killed it, 126 or 127 if it ca
 (--no-wait), 124 if it was not granted in time (--timeout).
 """,
 )
-@requirements_options
 @lease_options
-@click.option("--uuids", is_flag=True, help="Name GPUs by UUID instead of by index in CUDA_VISIBLE_DEVICES.")
 @click.option(
     "--on-lost",
     type=click.Choice(["warn", "terminate"]),
@@ -63,9 +57,6 @@ Exit status: the command's own, 128+N if signal N killed it, 126 or 127 if it ca
     show_default=True,
     help="What to do with the command if its lease is lost.",
 )
-@click.option("--explain", "with_reasons", is_flag=True, help="While waiting, print the reason for every GPU.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing while waiting.")
-@endpoint_option
 @click.argument(
     "command",
     nargs=-1,
@@ -74,38 +65,12 @@ Exit status: the command's own, 128+N if signal N killed it, 126 or 127 if it ca
     metavar="-- COMMAND [ARGUMENT]...",
     shell_complete=_complete_command,
 )
-def run(
-    *,
-    requirement_options: dict[str, Any],
-    wait_limit: WaitLimit,
-    label: str | None,
-    ttl: float | None,
-    uuids: bool,
-    on_lost: str,
-    with_reasons: bool,
-    quiet: bool,
-    endpoints: tuple[str, ...],
-    command: tuple[str, ...],
-) -> int:
+def run(*, spec: LeaseSpec, progress: Progress, uuids: bool, on_lost: str, command: tuple[str, ...]) -> int:
     """Wait until a GPU is really free, run COMMAND on it, and release it.
 
     CUDA_VISIBLE_DEVICES shows COMMAND this GPU and no other. No other request gets the GPU until COMMAND has ended.
     While it waits, the place in the queue and the reason are printed on stderr.
     """
     check_command(command)
-    spec = LeaseSpec(requirement_options, wait_limit, endpoints, worker_name(command[0]), label, ttl)
-
-    def environment(granted: dict[str, Any]) -> dict[str, str]:
-        return os.environ | lease_variables(granted, by_uuid=uuids)
-
-    on_gpu = CommandOnGPU(
-        command,
-        spec,
-        Progress(is_wanted=not quiet, with_reasons=with_reasons),
-        environment,
-        terminates_when_lost=on_lost == "terminate",
-    )
-    try:
-        return on_gpu.run()
-    except InterruptedBySignal as interrupted:
-        return end_like(interrupted.info)
+    spec = spec._replace(worker_id=worker_name(command[0]))
+    return CommandOnGPU(command, spec, progress, by_uuid=uuids, terminates_when_lost=on_lost == "terminate").run()

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import socket
+
 import click
+
+from gpu_worker_pool.cli.exits import CommandError
+from gpu_worker_pool.cli.output import printable
+
+# Most options are named after the variable that they override.
 
 
 @click.command(
-    short_help="Serve this host's GPUs over HTTP.",
     epilog="""\
 \b
 Examples:
@@ -20,21 +28,66 @@ Environment variables, or a file .env, set everything else; gpu-pool config list
 ends the server.
 """,
 )
-@click.option("--host", metavar="ADDRESS", help="Address to listen on.  [default: HOST, else 0.0.0.0]")
-@click.option("--port", type=click.IntRange(0, 65535), metavar="N", help="Port to use.  [default: PORT, else 8000]")
-@click.option("--simulate", type=click.IntRange(0, 10_000), metavar="N", help="Serve N simulated GPUs.")
-@click.option("--backend", help="How to read the GPUs: auto, nvml, nvidia-smi, simulated:N.  [default: GPU_BACKEND]")
-@click.option("--workers", type=click.IntRange(1, 1024), metavar="N", help="Number of server processes.")
-@click.option("--state-dir", metavar="FOLDER", help="Folder of the ledger.  [default: GPU_POOL_STATE_DIR]")
+@click.option("--host", "HOST", metavar="ADDRESS", help="Address to listen on.  [default: HOST, else 0.0.0.0]")
 @click.option(
-    "--log-level", type=click.Choice(["debug", "info", "warning", "error", "critical"]), help="How much to log."
+    "--port", "PORT", type=click.IntRange(0, 65535), metavar="N", help="Port to use.  [default: PORT, else 8000]"
 )
-@click.option("--access-log/--no-access-log", default=None, help="Log every request, or do not.")
-def serve(**given: str | int | bool | None) -> None:
+@click.option("--simulate", type=click.IntRange(0, 10_000), metavar="N", help="Serve N simulated GPUs.")
+@click.option(
+    "--backend",
+    "GPU_BACKEND",
+    help="How to read the GPUs: auto, nvml, nvidia-smi, simulated:N.  [default: GPU_BACKEND]",
+)
+@click.option("--workers", "WORKERS", type=click.IntRange(1, 1024), metavar="N", help="Number of server processes.")
+@click.option(
+    "--state-dir", "GPU_POOL_STATE_DIR", metavar="FOLDER", help="Folder of the ledger.  [default: GPU_POOL_STATE_DIR]"
+)
+@click.option(
+    "--log-level",
+    "LOG_LEVEL",
+    type=click.Choice(["debug", "info", "warning", "error", "critical"]),
+    help="How much to log.",
+)
+@click.option("--access-log/--no-access-log", "ACCESS_LOG", default=None, help="Log every request, or do not.")
+def serve(*, simulate: int | None, **chosen: str | int | bool | None) -> None:
     """Serve statistics of this host's GPUs, and leases on them, over HTTP.
 
     Run one server per host. It shares its leases with programs on this host that use local://.
     """
-    from gpu_worker_pool.cli.serving import serve_with
+    from gpu_worker_pool.gpu_server.serving import serve
+    from gpu_worker_pool.gpu_server.settings import ServerSettings
+    from gpu_worker_pool.hardware.readers.choose import check_backend
 
-    serve_with(given)
+    backend = chosen["GPU_BACKEND"]
+    if simulate is not None:
+        if backend is not None:
+            raise click.UsageError("--simulate and --backend exclude each other: give only one of them.")
+        chosen["GPU_BACKEND"] = f"simulated:{simulate}"
+    elif backend is not None:
+        try:
+            check_backend(str(backend), "--backend")
+        except ValueError as error:
+            raise click.UsageError(f"{error}.") from None
+    # Through the environment, because each worker process reads its settings itself.
+    os.environ.update({name: str(value) for name, value in chosen.items() if value is not None})
+    os.environ["RELOAD"] = "false"
+    # The application reads them again, and reports problems.
+    settings = ServerSettings.from_environment(complain=lambda _: None)
+    _check_port(settings.host, settings.port)
+    serve(settings)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Before uvicorn does, to report it in one sentence."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        if not isinstance(error, OSError) or isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise click.UsageError(f"no address {printable(host)!r} on this host (--host, or HOST).") from None
+        hint = "; choose another with --port" if port else ""
+        raise CommandError(f"cannot listen on {host} port {port}: {error.strerror or error}{hint}") from None

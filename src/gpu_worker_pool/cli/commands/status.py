@@ -8,7 +8,6 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option
 
 
 @click.command(
-    short_help="Show GPUs, who holds them and who waits.",
     epilog="""\
 \b
 Examples:
@@ -22,7 +21,6 @@ Examples:
 def status(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
     """Show the GPUs, what they do, who holds them since when, how much was promised and is used, and who waits."""
     from gpu_worker_pool.cli.output import print_json
-    from gpu_worker_pool.cli.tables import print_line, print_table
     from gpu_worker_pool.cli.views import overview
     from gpu_worker_pool.cli.views.queries import check_answers, query_any
 
@@ -30,11 +28,5 @@ def status(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
     if as_json:
         print_json(overview.as_json(answers))
     check_answers(answers)
-    if as_json:
-        return
-    for number, part in enumerate(overview.parts(answers)):
-        if number and part.title:
-            print_line()
-        if part.title and not part.rows:
-            print_line(part.title)
-        print_table(part.columns, part.rows, title=part.title, nothing=part.nothing)
+    if not as_json:
+        overview.print_parts(answers)

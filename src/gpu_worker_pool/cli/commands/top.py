@@ -9,7 +9,6 @@ from gpu_worker_pool.cli.quantities import Duration
 
 
 @click.command(
-    short_help="The same as status, live.",
     epilog="""\
 \b
 Examples:

@@ -5,24 +5,22 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from gpu_worker_pool.cli.options import endpoint_option, json_option, lease_options, requirements_options
+from gpu_worker_pool.cli.options import json_option, lease_options
 from gpu_worker_pool.cli.running.environment import lease_variables, visible_devices
-from gpu_worker_pool.cli.running.front import Front, InterruptedBySignal, end_like
+from gpu_worker_pool.cli.running.front import Front
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec, worker_name
 from gpu_worker_pool.cli.running.processes import calling_shell
-from gpu_worker_pool.cli.running.progress import Progress
 from gpu_worker_pool.hardware.proc import process_stat
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.cli.running.lease_spec import WaitLimit
+    from gpu_worker_pool.cli.running.progress import Progress
 
 
 @click.command(
-    short_help="Wait for a GPU for the calling shell.",
     epilog="""\
 \b
 Examples:
@@ -35,29 +33,11 @@ Examples:
 The GPU is released when the shell ends, or with gpu-pool release.
 """,
 )
-@requirements_options
 @lease_options
 @click.option("--pid", type=click.IntRange(1), help="Release it when this process ends.  [default: the calling shell]")
-@click.option("--uuids", is_flag=True, help="Name GPUs by UUID instead of by index.")
 @click.option("--export", is_flag=True, help='Print commands for eval "$(…)" instead of the bare value.')
-@click.option("--explain", "with_reasons", is_flag=True, help="While waiting, print the reason for every GPU.")
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing while waiting.")
 @json_option
-@endpoint_option
-def wait(
-    *,
-    requirement_options: dict[str, Any],
-    wait_limit: WaitLimit,
-    label: str | None,
-    ttl: float | None,
-    pid: int | None,
-    uuids: bool,
-    export: bool,
-    with_reasons: bool,
-    quiet: bool,
-    as_json: bool,
-    endpoints: tuple[str, ...],
-) -> int:
+def wait(*, spec: LeaseSpec, progress: Progress, uuids: bool, pid: int | None, export: bool, as_json: bool) -> None:
     """Wait until a GPU is really free, and print the value for CUDA_VISIBLE_DEVICES.
 
     No other request gets the GPU until the calling shell, or the process --pid, has ended: a process in the
@@ -67,24 +47,13 @@ def wait(
         raise click.UsageError("stdout is closed, so the GPU cannot be printed.")
     if as_json and export:
         raise click.UsageError("--json and --export exclude each other: give only one of them.")
-    if pid is not None and process_stat(pid) is None:
-        raise click.UsageError(f"--pid {pid}: there is no such process.")
     for_pid = calling_shell() if pid is None else pid
     holding_process = process_stat(for_pid)
-    spec = LeaseSpec(
-        requirement_options,
-        wait_limit,
-        endpoints,
-        worker_name(holding_process.command if holding_process else "wait", for_pid),
-        label,
-        ttl,
-        for_pid,
-    )
-    front = Front(spec, Progress(is_wanted=not quiet, with_reasons=with_reasons))
-    try:
-        granted = front.until_granted()
-    except InterruptedBySignal as interrupted:
-        return end_like(interrupted.info)
+    if pid is not None and holding_process is None:
+        raise click.UsageError(f"--pid {pid}: there is no such process.")
+    worker_id = worker_name(holding_process.command if holding_process else "wait", for_pid)
+    front = Front(spec._replace(worker_id=worker_id, for_pid=for_pid), progress)
+    granted = front.until_granted()
     variables = lease_variables(granted, by_uuid=uuids)
     if as_json:
         lease = {name: granted[name] for name in ("lease_id", "endpoint", "gpus")}
@@ -94,5 +63,4 @@ def wait(
     else:
         click.echo(visible_devices(granted, by_uuid=uuids))
     # Only now: a value that could not be printed must not hold a GPU.
-    front.lease_process.send("taken")
-    return 0
+    front.lease_process.channel.send("taken")

@@ -16,17 +16,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from gpu_worker_pool.cli.failures import CommandError
-from gpu_worker_pool.cli.interrupts import die_of_interrupt
+from gpu_worker_pool.cli.exits import KILLED, CommandError, Status, die_of_interrupt
 from gpu_worker_pool.cli.quantities import spoken_seconds
-from gpu_worker_pool.cli.running.environment import shown_gpus
+from gpu_worker_pool.cli.running.environment import lease_variables, shown_gpus
 from gpu_worker_pool.cli.running.front import ENDING, Front
 from gpu_worker_pool.cli.running.linux import SignalInfo, adopt_orphans, die_with_parent
-from gpu_worker_pool.cli.statuses import KILLED, Status
 from gpu_worker_pool.hardware.proc import descendants, has_children
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
     from gpu_worker_pool.cli.running.progress import Progress
@@ -47,20 +45,18 @@ class _Pending(NamedTuple):
 
 
 class CommandOnGPU(Front):
-    """`environment` makes the environment of the command from the `granted` message."""
-
     def __init__(
         self,
         command: Sequence[str],
         spec: LeaseSpec,
         progress: Progress,
-        environment: Callable[[dict[str, Any]], Mapping[str, str]],
         *,
-        terminates_when_lost: bool = False,
+        by_uuid: bool,
+        terminates_when_lost: bool,
     ) -> None:
         super().__init__(spec, progress)
         self._command = list(command)
-        self._environment = environment
+        self._by_uuid = by_uuid
         self._terminates_when_lost = terminates_when_lost
         self._child: int | None = None
         self._wait_status: int | None = None
@@ -82,9 +78,9 @@ class CommandOnGPU(Front):
             self.progress.say(f"{shown_gpus(granted)} after {spoken_seconds(self.progress.waited_seconds)}")
         adopt_orphans()
         try:
-            self._start(self._environment(granted))
+            self._start(os.environ | lease_variables(granted, by_uuid=self._by_uuid))
         except BaseException:
-            self.lease_process.send("done", is_clean=True)
+            self.lease_process.channel.send("done", is_clean=True)
             self.until_lease_process_is_gone()
             raise
         while self._wait_status is None:
@@ -101,7 +97,7 @@ class CommandOnGPU(Front):
         if child == 0:
             self._become_the_command(environment, parent, write_end)
         os.close(write_end)
-        self.lease_process.send("child", pid=child)
+        self.lease_process.channel.send("child", pid=child)
         with os.fdopen(read_end, "rb") as failure:
             number = failure.read()
         if number:
@@ -153,7 +149,7 @@ class CommandOnGPU(Front):
             super().on_signal(info)
             return
         # Also if the answer is not needed: an old signal must not be taken for the next one of its kind.
-        self._questions += self.lease_process.send("signals")
+        self._questions += self.lease_process.channel.send("signals")
         if info.number == signal.SIGCONT:
             self._send(info.number)  # twice is harmless
         elif info.is_from_kernel:
@@ -189,14 +185,11 @@ class CommandOnGPU(Front):
 
     def _act_on(self, info: SignalInfo) -> None:
         """React ourselves to a signal that the command got."""
-        self._note(info)
-        if info.number == signal.SIGTSTP:
-            self.stop_myself()
-
-    def _note(self, info: SignalInfo) -> None:
         if info.number in ENDING:
             self._ending = info.number
             self._is_interrupted = info.number == signal.SIGINT and info.is_from_kernel
+        elif info.number == signal.SIGTSTP:
+            self.stop_myself()
 
     def _seconds_to_deadline(self) -> float | None:
         deadlines = [self._passed_on_at(pending) for pending in self._pending]
@@ -252,7 +245,7 @@ class CommandOnGPU(Front):
         if left:
             shown = ", ".join(map(str, left[:5])) + ("…" if len(left) > 5 else "")
             self.progress.say(f"the command left processes running ({shown}): its GPU stays reserved while they use it")
-        self.lease_process.send("done", is_clean=not left)
+        self.lease_process.channel.send("done", is_clean=not left)
         self.until_lease_process_is_gone()
         if code == -signal.SIGINT and self._is_interrupted:
             return die_of_interrupt()

@@ -12,11 +12,9 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from gpu_worker_pool.cli.failures import CommandError
-from gpu_worker_pool.cli.interrupts import die_of_interrupt
+from gpu_worker_pool.cli.exits import KILLED, CommandError, Status, die_of_interrupt
 from gpu_worker_pool.cli.running.lease_process import PASSED_ON, LeaseProcess
 from gpu_worker_pool.cli.running.linux import SignalInfo, SignalQueue
-from gpu_worker_pool.cli.statuses import KILLED, Status
 
 if TYPE_CHECKING:
     from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
@@ -32,10 +30,16 @@ EXIT_SECONDS: Final = 0.3
 TICK_SECONDS: Final = 1.0
 
 
-class InterruptedBySignal(Exception):  # noqa: N818  # nothing went wrong
+class InterruptedBySignal(CommandError):  # noqa: N818  # nothing went wrong
+    """Ends `gpu-pool` without a message: with the status of the signal or by Ctrl-C itself."""
+
     def __init__(self, info: SignalInfo) -> None:
-        super().__init__(signal.Signals(info.number).name)
-        self.info = info
+        super().__init__(signal.Signals(info.number).name, KILLED + info.number)
+        self._info = info
+
+    def report(self) -> int:
+        is_ctrl_c = self._info.number == signal.SIGINT and self._info.is_from_kernel
+        return die_of_interrupt() if is_ctrl_c else self.status
 
 
 class Front:
@@ -43,7 +47,7 @@ class Front:
         self.progress = progress
         self.lease_process = LeaseProcess.take()
         self._signals = SignalQueue([*PASSED_ON, signal.SIGCHLD])
-        self.lease_process.send("ask", asked=spec.as_message())
+        self.lease_process.channel.send("ask", asked=spec._asdict())
         self._poll = select.poll()
         self._poll.register(self._signals, select.POLLIN)
         self._poll.register(self.lease_process.channel, select.POLLIN)
@@ -97,7 +101,7 @@ class Front:
     def on_signal(self, info: SignalInfo) -> None:
         if info.number in ENDING:
             self.progress.pause()
-            self.lease_process.send("stop")
+            self.lease_process.channel.send("stop")
             self.until_lease_process_is_gone(CANCEL_SECONDS)
             raise InterruptedBySignal(info)
         if info.number == signal.SIGTSTP:
@@ -108,11 +112,8 @@ class Front:
     def until_lease_process_is_gone(self, seconds: float = RELEASE_SECONDS) -> None:
         """Or until another ending signal arrives."""
         deadline = time.monotonic() + seconds
-        poll = select.poll()
-        poll.register(self.lease_process.channel, select.POLLIN)
-        poll.register(self._signals, select.POLLIN)
         while self._is_lease_process_heard and (left := deadline - time.monotonic()) > 0:
-            ready = dict(poll.poll(left * 1000))
+            ready = dict(self._poll.poll(left * 1000))
             if self.lease_process.channel.fileno() in ready:
                 messages = self.lease_process.channel.receive()
                 self._is_lease_process_heard = messages is not None
@@ -128,11 +129,10 @@ class Front:
         """It is about to exit: without an init process that reaps orphans, it would stay a zombie."""
         deadline = time.monotonic() + EXIT_SECONDS
         with suppress(ChildProcessError):
-            while self.lease_process.exit_status is None and time.monotonic() < deadline:
-                pid, wait_status = os.waitpid(self.lease_process.pid, os.WNOHANG)
-                if pid:
-                    self.lease_process.reaped(wait_status)
-                else:
+            while not self.lease_process.is_reaped and time.monotonic() < deadline:
+                pid, _ = os.waitpid(self.lease_process.pid, os.WNOHANG)
+                self.lease_process.is_reaped = pid != 0
+                if pid == 0:
                     time.sleep(0.001)
 
     def stop_myself(self) -> None:
@@ -155,7 +155,7 @@ class Front:
             if os.WIFSTOPPED(wait_status):
                 self.on_child_stopped(pid)
             elif pid == self.lease_process.pid:
-                self.lease_process.reaped(wait_status)
+                self.lease_process.is_reaped = True
             else:
                 self.on_child_ended(pid, wait_status)
 
@@ -164,10 +164,3 @@ class Front:
 
     def on_child_stopped(self, pid: int) -> None:
         """Also called for the lease process."""
-
-
-def end_like(info: SignalInfo) -> int:
-    """The exit status after this signal; Ctrl-C ends us by the signal itself."""
-    if info.number == signal.SIGINT and info.is_from_kernel:
-        return die_of_interrupt()
-    return KILLED + info.number

@@ -12,14 +12,13 @@ import os
 import signal
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from gpu_worker_pool.cli.failures import CommandError
+from gpu_worker_pool.cli.exits import CommandError, Status
 from gpu_worker_pool.cli.running.channel import Channel, channel
-from gpu_worker_pool.cli.statuses import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 #: Signals that are forwarded to the command, and must neither end nor stop the front and the lease process.
 PASSED_ON: Final = (
@@ -50,15 +49,15 @@ class LeaseProcess:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # must not raise in a child
         # Our parent may ignore SIGCHLD; we need it.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+        #: The signals that were blocked before we started: the command gets this mask.
+        self.mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
         self.channel, theirs = channel()
         self.pid = os.fork()
         if self.pid == 0:
             self.channel.close()
             _run_and_exit(theirs, words)
         theirs.close()
-        #: None until we know that it has exited.
-        self.exit_status: int | None = None
+        self.is_reaped = False
 
     @classmethod
     @contextmanager
@@ -78,17 +77,6 @@ class LeaseProcess:
     def take(cls) -> LeaseProcess:
         """The one that was prepared, or a new one."""
         return _prepared.pop() if _prepared else cls()
-
-    @property
-    def mask_before(self) -> Iterable[int]:
-        """The signals that were blocked before we started: the command gets this mask."""
-        return self._mask_before
-
-    def send(self, kind: str, **message: Any) -> bool:
-        return self.channel.send(kind, **message)
-
-    def reaped(self, wait_status: int) -> None:
-        self.exit_status = os.waitstatus_to_exitcode(wait_status)
 
 
 def _run_and_exit(theirs: Channel, words: Sequence[str]) -> None:

@@ -15,18 +15,18 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.cli.endpoints import is_endpoint_named
+from gpu_worker_pool.cli.exits import Status, status_of
 from gpu_worker_pool.cli.logs import configure_logs
 from gpu_worker_pool.cli.running.lease_process import PASSED_ON
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
 from gpu_worker_pool.cli.running.processes import processes_of_lease, until_gone
-from gpu_worker_pool.cli.running.services import load_local, requests_for
-from gpu_worker_pool.cli.statuses import Status, status_of
+from gpu_worker_pool.cli.running.services import requests_for
 from gpu_worker_pool.errors import GPUWorkerPoolError, StaleAssignmentError
 from gpu_worker_pool.leases.acquisition import FIRST_ANSWER_SECONDS, Acquisition, Candidate
 from gpu_worker_pool.leases.engine import LeaseEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
     from gpu_worker_pool.cli.running.channel import Channel
     from gpu_worker_pool.leases.endpoint_request import EndpointRequest
@@ -47,7 +47,7 @@ REST_AFTER_SECONDS: Final = 2.0
 def run_lease_program(channel: Channel, words: Sequence[str]) -> None:
     """Runs until its process ends. `words`: the command line, which `gpu-pool` parses meanwhile."""
     if not is_endpoint_named(words):
-        load_local()  # while the command line is being read
+        import gpu_worker_pool.leases.local  # noqa: F401  # while the command line is being read
     configure_logs()
     gc.freeze()  # what was loaded stays
     gc.enable()
@@ -62,7 +62,7 @@ def run_lease_program(channel: Channel, words: Sequence[str]) -> None:
 def _until_asked(channel: Channel) -> LeaseSpec | None:
     select.select([channel], [], [])
     message = channel.receive_one()
-    return None if message is None else LeaseSpec.of_message(message["asked"])
+    return None if message is None else LeaseSpec(**message["asked"])
 
 
 class _LeaseProgram:
@@ -130,19 +130,17 @@ class _LeaseProgram:
 
     async def _acquire(self) -> HeldLease | None:
         """None if it is not needed any more, or there is none in time, which was reported."""
-        limit = self._spec.wait_limit
-        first_answer_seconds = NO_WAIT_SECONDS if limit.is_no_wait else FIRST_ANSWER_SECONDS
+        is_no_wait = self._spec.is_no_wait
         acquisition = Acquisition(
             self._engine,
             [Candidate(self._engine.endpoint(service), request) for service, request in requests_for(self._spec)],
-            timeout_seconds=0.0 if limit.is_no_wait else limit.timeout_seconds or math.inf,
-            first_answer_seconds=first_answer_seconds,
+            timeout_seconds=0.0 if is_no_wait else self._spec.timeout_seconds or math.inf,
+            first_answer_seconds=NO_WAIT_SECONDS if is_no_wait else FIRST_ANSWER_SECONDS,
             poll_seconds=POLL_SECONDS,
             on_news=self._report,
         )
         acquiring = asyncio.create_task(acquisition.run())
-        ends = [asyncio.create_task(event.wait()) for event in (self._is_over, self._is_alone)]
-        await asyncio.wait([acquiring, *ends], return_when=asyncio.FIRST_COMPLETED)
+        await _first_of(acquiring, self._is_over.wait(), self._is_alone.wait())
         if not acquiring.done():
             acquisition.withdraw()
             with suppress(GPUWorkerPoolError):
@@ -157,7 +155,7 @@ class _LeaseProgram:
             return None
 
     def _report(self, request: EndpointRequest) -> None:
-        if self._spec.wait_limit.is_no_wait:
+        if self._spec.is_no_wait:
             self._summary = next(iter(request.waiting.reasons), "") if request.waiting is not None else self._summary
         elif request.trouble is not None:
             self._channel.send("trouble", endpoint=request.name, text=str(request.trouble))
@@ -173,17 +171,17 @@ class _LeaseProgram:
             )
 
     def _fail_in_time(self, acquisition: Acquisition) -> None:
-        limit, requests = self._spec.wait_limit, acquisition.requests.values()
+        timeout_seconds, requests = self._spec.timeout_seconds, acquisition.requests.values()
         if not any(request.waiting is not None and request.trouble is None for request in requests):
             details = "; ".join(
                 f"{request.name}: {request.error or request.trouble or 'has not answered'}" for request in requests
             )
             self._fail(f"no endpoint answered the request: {details}", Status.UNAVAILABLE)
-        elif limit.is_no_wait:
+        elif self._spec.is_no_wait:
             self._fail(f"nothing is free now: {self._summary}", Status.NOT_NOW)
         else:
             why = f": {self._summary}" if self._summary else ""
-            when = f"in {limit.timeout_seconds:g} s" if limit.timeout_seconds else "at once"
+            when = f"in {timeout_seconds:g} s" if timeout_seconds else "at once"
             self._fail(f"no GPU became free {when}{why}", Status.TIMED_OUT)
 
     def _fail(self, error: object, status: Status) -> None:
@@ -214,8 +212,7 @@ class _LeaseProgram:
 
     async def _until_command_ended(self, lease: HeldLease) -> bool:
         """Whether nothing of it is left."""
-        ends = [asyncio.create_task(event.wait()) for event in (self._is_over, self._is_alone)]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await _first_of(self._is_over.wait(), self._is_alone.wait())
         if self._is_over.is_set():
             return self._is_clean
         # It was killed, and the kernel kills the command; what that has started is not ours to kill.
@@ -230,12 +227,7 @@ class _LeaseProgram:
             return True
         _leave_the_terminal()
         assert self._spec.for_pid is not None
-        ends = [
-            asyncio.create_task(until_gone(self._spec.for_pid)),
-            asyncio.create_task(self._is_over.wait()),
-            asyncio.create_task(lease.wait()),
-        ]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await _first_of(until_gone(self._spec.for_pid), self._is_over.wait(), lease.wait())
         return True
 
     async def _give_back(self, lease: HeldLease) -> None:
@@ -248,6 +240,10 @@ class _LeaseProgram:
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
         self._channel.close()
         await self._engine.until_settled(lease.ttl_seconds)
+
+
+async def _first_of(*ends: Awaitable[object]) -> None:
+    await asyncio.wait([asyncio.ensure_future(each) for each in ends], return_when=asyncio.FIRST_COMPLETED)
 
 
 def _signals_we_got() -> list[tuple[int, int]]:

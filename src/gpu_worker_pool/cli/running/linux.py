@@ -49,9 +49,6 @@ class SignalQueue:
             return []
         return [SignalInfo(number, code, pid) for number, _, code, pid in _SIGNAL_INFO.iter_unpack(read)]
 
-    def close(self) -> None:
-        os.close(self._descriptor)
-
 
 def die_with_parent(number: signal.Signals) -> None:
     """The kernel sends this process the signal when the thread that forked it ends."""

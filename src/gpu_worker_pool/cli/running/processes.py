@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from gpu_worker_pool.hardware.proc import ProcessStat, process_stat
+from gpu_worker_pool.hardware.proc import ProcessStat, ancestors_of, process_stat
 
 #: Interval between checks for a process, if the kernel cannot report its end.
 LOOK_SECONDS: Final = 0.5
@@ -61,14 +61,11 @@ def calling_shell() -> int:
     A fork without exec has its parent's memory, so both have the same addresses in `auxv`.
     """
     pid = os.getppid()
-    while (parent := _parent_of(pid)) > 1 and _is_fork_of(pid, parent):
+    for parent in ancestors_of(pid):
+        if not _is_fork_of(pid, parent):
+            break
         pid = parent
     return pid
-
-
-def _parent_of(pid: int) -> int:
-    stat = process_stat(pid)
-    return 0 if stat is None else stat.parent
 
 
 def _is_fork_of(pid: int, parent: int) -> bool:

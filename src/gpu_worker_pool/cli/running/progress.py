@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any, Final
 
-from gpu_worker_pool.cli.printable import printable
+from gpu_worker_pool.cli.output import printable
 from gpu_worker_pool.cli.quantities import spoken_seconds
 
 #: Narrower terminals get a shorter line.

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.api.client import APIClient
-from gpu_worker_pool.api.http_client import make_session
+from gpu_worker_pool.api.transport import make_session
 from gpu_worker_pool.cli.keys import Tokens, allows_insecure_key
 from gpu_worker_pool.cli.views.http_host import HTTPHost
 from gpu_worker_pool.environment import Environment

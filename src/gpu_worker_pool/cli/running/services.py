@@ -53,11 +53,6 @@ def requirements_of(
     )
 
 
-def load_local() -> None:
-    """Load it early, while the command line is being read."""
-    from gpu_worker_pool.leases import local  # noqa: F401
-
-
 def _service(endpoint: EndpointConfig, environment: MultiEndpointConfigurationManager) -> LeaseService:
     if is_local(endpoint):
         from gpu_worker_pool.leases.local import LocalLeaseService, LocalSettings

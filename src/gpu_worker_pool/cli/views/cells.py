@@ -132,11 +132,9 @@ def _outsiders(row: Row) -> str:
 
 
 def leases_on(gpu: Row, leases: Iterable[Row]) -> list[Row]:
-    return [lease for lease in leases if _is_on(lease, gpu)]
-
-
-def _is_on(lease: Row, gpu: Row) -> bool:
     names = {gpu["uuid"], *(device["uuid"] for device in gpu.get("mig_devices") or ())} - {None}
-    return any(
-        held["uuid"] in names if held["uuid"] is not None else held["gpu_id"] == gpu["gpu_id"] for held in lease["gpus"]
-    )
+
+    def is_it(held: Row) -> bool:
+        return held["uuid"] in names if held["uuid"] is not None else held["gpu_id"] == gpu["gpu_id"]
+
+    return [lease for lease in leases if any(map(is_it, lease["gpus"]))]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from gpu_worker_pool.cli.failures import CommandError
+from gpu_worker_pool.cli.exits import CommandError, Status
+from gpu_worker_pool.cli.output import print_line
 from gpu_worker_pool.cli.running.services import requirements_of
-from gpu_worker_pool.cli.statuses import Status
-from gpu_worker_pool.cli.tables import print_line, print_table
+from gpu_worker_pool.cli.tables import print_table
 from gpu_worker_pool.cli.views.lists import print_failures
 from gpu_worker_pool.cli.views.queries import query
 from gpu_worker_pool.config import MultiEndpointConfigurationManager
@@ -16,20 +16,13 @@ from gpu_worker_pool.leases.service import requirements_at
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpu_worker_pool.cli.views.queries import Body, Host
-
-
-class EndpointExplanation(NamedTuple):
-    endpoint: str
-    body: dict[str, Any]
-
-    def as_json(self) -> dict[str, Any]:
-        return {"endpoint": self.endpoint, **self.body}
+    from gpu_worker_pool.cli.views.queries import Body, Host, HostAnswer
 
 
 def explanations(
     endpoints: Sequence[str], requirement_options: dict[str, Any], request_id: str | None
-) -> list[EndpointExplanation]:
+) -> list[HostAnswer]:
+    """One per endpoint that has an explanation."""
     try:
         requirements = requirements_of(requirement_options, MultiEndpointConfigurationManager())
     except ValueError as error:
@@ -45,21 +38,22 @@ def explanations(
 
     answers = query(endpoints, explain)
     print_failures(answers)
-    found = [EndpointExplanation(each.endpoint.endpoint_id, each.body) for each in answers if each.body is not None]
+    found = [each for each in answers if each.body is not None]
     if not found:
         what = f"no request {request_id!r} waits; gpu-pool queue lists those that do"
         raise CommandError(what if request_id is not None else "no endpoint has a GPU of that name", Status.FAILED)
     return found
 
 
-def print_explanations(found: Sequence[EndpointExplanation]) -> None:
-    for endpoint, body in found:
-        where = f"{endpoint}: " if len(found) > 1 else ""
+def print_explanations(found: Sequence[HostAnswer]) -> None:
+    for each in found:
+        body = each.body
+        where = f"{each.endpoint.endpoint_id}: " if len(found) > 1 else ""
         print_line(f"{where}{body['summary']}")
         free = "free" if body.get("impossible") else "free: it could be granted now"
         rows = [
             ["?" if gpu["gpu_id"] is None else str(gpu["gpu_id"]), gpu["name"] or "?", text]
             for gpu in body["gpus"]
-            for text in ("; ".join(each["text"] for each in gpu["obstacles"]) or free,)
+            for text in ("; ".join(obstacle["text"] for obstacle in gpu["obstacles"]) or free,)
         ]
         print_table(("gpu", "name", "why not"), rows)

@@ -9,8 +9,8 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.cli.printable import printable
-from gpu_worker_pool.cli.tables import is_pretty, make_console, make_table, plain_table, print_line
+from gpu_worker_pool.cli.output import print_line, printable
+from gpu_worker_pool.cli.tables import is_pretty, make_console, make_table
 from gpu_worker_pool.cli.views import overview
 from gpu_worker_pool.cli.views.queries import check_answers, open_hosts, query_hosts
 
@@ -85,10 +85,6 @@ def _print_json(answers: list[HostAnswer]) -> None:
 
 def _print_plain(answers: list[HostAnswer]) -> None:
     print_line(f"{datetime.now():%H:%M:%S}")
-    for part in overview.parts(answers):
-        if part.title:
-            print_line(part.title)
-        for line in plain_table(part.columns, part.rows) if part.rows else [part.nothing]:
-            print_line(line)
+    overview.print_parts(answers)
     print_line()
     sys.stdout.flush()

@@ -85,7 +85,9 @@ class LocalHost:
     async def explain_requirements(self, requirements: Requirements) -> Body:
         sample = await self._host.sample(FIRST_SAMPLE_SECONDS)
         assert isinstance(sample.answer, DriverAnswer)
-        requirements = within_visible(requirements, sample.answer.gpus, _visible_devices())
+        # Inside a lease that variable says what was leased.
+        visible = None if os.environ.get("GPU_POOL_LEASE_ID") else os.environ.get("CUDA_VISIBLE_DEVICES")
+        requirements = within_visible(requirements, sample.answer.gpus, VisibilityFilter(visible))
         broker = self._host.broker
         explanation = await _in_time(broker.explain_requirements(requirements))
         return explanation_body("", explanation, broker.index_of)
@@ -140,8 +142,3 @@ def _check_ours(request: Request, what: str) -> None:
         return
     whose = "another user's" if request.account.startswith("user:") else "that of a program that asked a server for it"
     raise NotYourLeaseError(f"{what} is {whose}: ask them ({request.worker_id or 'unnamed'}), or root")
-
-
-def _visible_devices() -> VisibilityFilter:
-    # Inside a lease that variable says what was leased.
-    return VisibilityFilter(None if os.environ.get("GPU_POOL_LEASE_ID") else os.environ.get("CUDA_VISIBLE_DEVICES"))

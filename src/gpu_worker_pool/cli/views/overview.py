@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gpu_worker_pool.cli.output import print_line
+from gpu_worker_pool.cli.tables import print_table
 from gpu_worker_pool.cli.views.cells import GPU_COLUMNS, WAITING_COLUMNS, gpu_rows, waiting_cells
 from gpu_worker_pool.errors import ServiceRefusedError
 
@@ -63,6 +65,15 @@ def parts(answers: Sequence[HostAnswer]) -> list[Part]:
             if len(queue) > MOST_WAITING:
                 found.append(Part("", nothing=f"and {len(queue) - MOST_WAITING} more; gpu-pool queue lists them all"))
     return found
+
+
+def print_parts(answers: Sequence[HostAnswer]) -> None:
+    for number, part in enumerate(parts(answers)):
+        if number and part.title:
+            print_line()
+        if part.title and not part.rows:
+            print_line(part.title)
+        print_table(part.columns, part.rows, title=part.title, nothing=part.nothing)
 
 
 def _counted(gpus: Sequence[dict[str, Any]]) -> str:

@@ -7,8 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local
-from gpu_worker_pool.cli.failures import CommandError
-from gpu_worker_pool.cli.statuses import Status, status_of
+from gpu_worker_pool.cli.exits import CommandError, Status, status_of
 from gpu_worker_pool.errors import GPUWorkerPoolError
 
 if TYPE_CHECKING:
@@ -140,18 +139,3 @@ def query_any(given: Sequence[str], query: Callable[[Host], Awaitable[T]]) -> li
             return await query_hosts(hosts, query)
 
     return asyncio.run(run())
-
-
-def merged(answers: Sequence[HostAnswer], name: str) -> Body:
-    """One body of the same shape; with several endpoints, each row names its endpoint."""
-    if len(answers) == 1:
-        body: Body = answers[0].body
-        return body
-    rows = [
-        {**row, "endpoint": each.endpoint.endpoint_id}
-        for each in answers
-        if each.error is None
-        for row in each.body[name]
-    ]
-    failed = {each.endpoint.endpoint_id: each.error for each in answers if each.error is not None}
-    return {name: rows, **({"errors": failed} if failed else {})}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpu_worker_pool.cli.statuses import Status, status_of
+from gpu_worker_pool.cli.exits import Status, status_of
 from gpu_worker_pool.cli.views.queries import open_hosts, opened
 from gpu_worker_pool.errors import GPUWorkerPoolError
 

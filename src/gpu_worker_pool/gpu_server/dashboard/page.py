@@ -1,9 +1,14 @@
-"""The routes of the live page: the page, its files, and data that only the page uses."""
+"""The routes of the live page: the page, its files, and data that only the page uses.
+
+The files are read and compressed once; no other file is served.
+"""
 
 from __future__ import annotations
 
+import gzip
 import secrets
 import socket
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -11,21 +16,45 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import HTTPException, Request, Response
 from starlette.responses import JSONResponse
 
-from gpu_worker_pool.gpu_server.compression import compressed
-from gpu_worker_pool.gpu_server.dashboard.files import page_files
+from gpu_worker_pool.gpu_server.compression import accepts_gzip, compressed
 from gpu_worker_pool.hardware.processes import boot_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from gpu_worker_pool.gpu_server.fast_path import FastPathAPI
     from gpu_worker_pool.gpu_server.settings import ServerSettings
 
+HERE: Final = Path(__file__).parent
+
+#: No content from other servers, no inline scripts, no frames.
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
+)
+HEADERS: Final[Mapping[str, str]] = {
+    "x-content-type-options": "nosniff",
+    # The browser checks each time: after an upgrade, old and new files must not mix.
+    "cache-control": "no-cache",
+    "vary": "accept-encoding",
+}
+#: Further headers of the page itself; they apply to its parts, too.
+PAGE_HEADERS: Final[Mapping[str, str]] = {
+    "content-security-policy": POLICY,
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+}
+_TYPES: Final = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+}
 _NO_STORE: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
 
 def add_dashboard(app: FastPathAPI, settings: ServerSettings) -> None:
-    files = page_files()
+    paths = [*HERE.glob("web/*"), *HERE.glob("uplot/*")]
+    files = {path.name: PageFile.read(path) for path in sorted(paths) if path.suffix in _TYPES}
 
     def add(path: str, endpoint: Callable[..., Any]) -> None:
         # Not in OpenAPI: these routes change with the page.
@@ -78,3 +107,27 @@ def host_id(settings: ServerSettings, state_dir: str | None) -> str:
 
 def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json", headers=_NO_STORE)
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    content: bytes
+    compressed: bytes
+    headers: Mapping[str, str]
+    #: Changes with the content.
+    tag: str
+
+    @classmethod
+    def read(cls, path: Path) -> PageFile:
+        content = path.read_bytes()
+        tag = f'W/"{sha256(content).hexdigest()[:16]}"'
+        headers = {**HEADERS, **(PAGE_HEADERS if path.suffix == ".html" else {}), "etag": tag}
+        headers["content-type"] = _TYPES[path.suffix]
+        return cls(content, gzip.compress(content, mtime=0), headers, tag)
+
+    def answer(self, request: Request) -> Response:
+        if self.tag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=self.headers)
+        if accepts_gzip(request.headers.get("accept-encoding", "")):
+            return Response(self.compressed, headers={**self.headers, "content-encoding": "gzip"})
+        return Response(self.content, headers=self.headers)

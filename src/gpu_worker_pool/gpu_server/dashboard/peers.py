@@ -7,7 +7,6 @@ gets the last answer, with its age.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from gpu_worker_pool.api.client import APIClient
 from gpu_worker_pool.api.transport import make_session
 from gpu_worker_pool.errors import GPUWorkerPoolError, ServiceRefusedError, ServiceRetryableError
+from gpu_worker_pool.gpu_server.responses import as_json
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -91,7 +91,7 @@ class Fleet:
         peers = [peer for peer in self._open() if not peer.is_this_host]
         found = await asyncio.gather(*(peer.history() for peer in peers))
         by_name = {peer.name: history for peer, history in zip(peers, found, strict=True) if history}
-        return await asyncio.to_thread(_as_bytes, {"peers": by_name})
+        return await asyncio.to_thread(as_json, {"peers": by_name})
 
     def _start(self, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
@@ -137,7 +137,7 @@ class _Peer:
             "problem": self._problem,
             "answered_seconds_ago": None if self._answered_at is None else round(now - self._answered_at, 3),
         }
-        return _as_bytes(facts)[:-1] + b"," * bool(self._answer) + self._answer + b"}"
+        return as_json(facts)[:-1] + b"," * bool(self._answer) + self._answer + b"}"
 
     async def query(self) -> None:
         try:
@@ -146,7 +146,7 @@ class _Peer:
                     self.is_this_host = await _unless(self._api.host_id(), 404) == self._own_id
                     self._is_identified = True
                 if not self.is_this_host:
-                    self._answer = _as_bytes(await self._everything())[1:-1]
+                    self._answer = as_json(await self._everything())[1:-1]
         except TimeoutError:
             self._problem = f"no complete answer within {TIMEOUT_SECONDS:g} s"
         except GPUWorkerPoolError as error:
@@ -205,7 +205,3 @@ async def _unless(request: Awaitable[T], *statuses: int) -> T | None:
         if error.status in statuses:
             return None
         raise
-
-
-def _as_bytes(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()

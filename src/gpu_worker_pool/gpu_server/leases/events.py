@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from gpu_worker_pool.api.lease_rows import lease_row, promises_of
+from gpu_worker_pool.api.lease_rows import lease_row, promises_of, request_row
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.gpu_server.events import json_event
@@ -47,7 +47,7 @@ class LeaseEvents:
         present = {
             "leases": [self._row(lease) for lease in self._broker.leases.values()],
             "waiting": len(waiters),
-            "queue": [_waiter_row(waiter) for waiter in waiters[:MOST_LISTED]],
+            "queue": [request_row(waiter.request) for waiter in waiters[:MOST_LISTED]],
         }
         return json_event("leases", present)
 
@@ -79,19 +79,9 @@ class LeaseEvents:
         self._stream.publish(json_event("lease", data))
 
     def _publish_queue(self, what: str, waiter: Waiter, state: str) -> None:
-        data = {"change": what, "state": state, "waiting": len(self._broker.waiting), "request": _waiter_row(waiter)}
+        row = request_row(waiter.request)
+        data = {"change": what, "state": state, "waiting": len(self._broker.waiting), "request": row}
         self._stream.publish(json_event("queue", data))
 
     def _row(self, lease: Lease) -> dict[str, Any]:
         return lease_row(lease, self._broker.usage_of(lease))
-
-
-def _waiter_row(waiter: Waiter) -> dict[str, Any]:
-    request = waiter.request
-    return {
-        "request_id": request.request_id,
-        "worker_id": request.worker_id,
-        "label": request.label,
-        "priority": request.requirements.priority,
-        "count": request.requirements.count,
-    }

@@ -82,8 +82,8 @@ async def cancel(context: RequestContext) -> Reply:
     broker, request_id, is_admin = context.parts.broker, context.identifier, context.caller.is_admin
     if not _ID.match(request_id):
         raise _unknown_request(request_id)
-    has_token = context.headers.lease_token is not None
-    if not has_token and not is_admin and broker.is_held(request_id):
+    has_token = context.headers.x_lease_token is not None
+    if not has_token and not is_admin and broker.held_by(request_id) is not None:
         raise _token_needed("releasing the lease that it was granted")
     try:
         is_found = await broker.cancel(request_id, None if is_admin else owner_of(_token_for(context, request_id)))
@@ -134,7 +134,7 @@ async def _within_visible_gpus(
 
 def _token_for(context: RequestContext, request_id: str) -> str:
     """The token that was sent, or one that is the same whenever this caller repeats the request."""
-    sent = context.headers.lease_token
+    sent = context.headers.x_lease_token
     if sent is not None:
         return sent.decode("latin-1")
     return context.parts.broker.token_for(f"{context.caller.account}/{request_id}")
@@ -185,7 +185,7 @@ def _lease_id(context: RequestContext) -> str:
 
 
 def _owner(context: RequestContext, what: str) -> str:
-    token = context.headers.lease_token
+    token = context.headers.x_lease_token
     if token is None:
         raise _token_needed(what)
     return owner_of(token.decode("latin-1"))

@@ -222,22 +222,21 @@ class ReleasedSchema(BaseModel):
     released: Literal[True]
 
 
-class StillWaitingSchema(BaseModel):
-    """Repeat the request with the same `request_id` within half a minute: it keeps its position."""
-
+class WaitingFacts(BaseModel):
     request_id: str = Field(examples=["train-7"])
     position: int = Field(ge=1, description="1 is next.", examples=[1])
     waiting_seconds: float = Field(ge=0, examples=[20.0])
     reasons: list[str] = Field(description="Why it waits.", examples=[["one GPU: next in line; of 1 GPU: 1 held"]])
+
+
+class StillWaitingSchema(WaitingFacts):
+    """Repeat the request with the same `request_id` within half a minute: it keeps its position."""
+
     token: str = Field(description="Secret: the token of the lease to come; cancelling needs it if you sent one.")
 
 
-class QueueRow(BaseModel):
-    request_id: str = Field(examples=["train-7"])
+class QueueRow(WaitingFacts):
     worker_id: str = Field(examples=["trainer"])
-    position: int = Field(ge=1, examples=[1])
-    waiting_seconds: float = Field(ge=0, examples=[20.0])
-    reasons: list[str]
     label: str | None
     priority: int = Field(examples=[0])
     count: int = Field(examples=[1])

@@ -270,7 +270,6 @@ def says_no_devices(exit_status: int, text: str) -> bool:
 def failure(exit_status: int, text: str) -> DriverError:
     """The error for output without any row."""
     lowered = text.lower()
-    said = quote(next(filter(None, map(str.strip, text.split("\n"))), ""))
     if "couldn't communicate with the nvidia driver" in lowered or exit_status == 9:
         message = (
             "nvidia-smi cannot reach the NVIDIA driver: load the kernel module (modprobe nvidia), or install a version"
@@ -283,10 +282,9 @@ def failure(exit_status: int, text: str) -> DriverError:
         message = "nvidia-smi may not read the GPUs: let this user open /dev/nvidia*, or run as a user who can."
         return DriverError(message, code="permission_denied")
     how = f"was ended by signal {-exit_status}" if exit_status < 0 else f"ended with status {exit_status}"
+    said = quote(next(filter(None, map(str.strip, text.split("\n"))), ""))
     return DriverError(
-        f"nvidia-smi {how} and said {said!r}: run it by hand to see what is wrong."
-        if said
-        else f"nvidia-smi {how} and said nothing: run it by hand to see what is wrong."
+        f"nvidia-smi {how} and said {repr(said) if said else 'nothing'}: run it by hand to see what is wrong."
     )
 
 

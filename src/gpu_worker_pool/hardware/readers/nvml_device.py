@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.hardware.processes import describe_process
-from gpu_worker_pool.hardware.readers.nvml_library import (
-    FUNCTION_NOT_FOUND,
-    GPU_FAILED,
-    LIBRARY_FAILED,
-    NO_PERMISSION,
-    NOT_SUPPORTED,
-    LoadedNVML,
-)
+from gpu_worker_pool.hardware.readers.nvml_library import FUNCTION_NOT_FOUND, NOT_SUPPORTED, LoadedNVML
 from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, GPUReading, MIGReading
 
 if TYPE_CHECKING:
@@ -29,8 +22,6 @@ _RECOVERY_ACTIONS: Final = {
     6: "Bus Reset",
     7: "System Reboot",
 }
-#: A healthy GPU may be unable, or not allowed, to report its memory; any other error is a fault.
-_MEMORY_UNAVAILABLE: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +53,9 @@ def read_facts(nvml: LoadedNVML, handle: Any, known: DeviceFacts | None) -> Devi
 def read_gpu(nvml: LoadedNVML, handle: Any, index: int, facts: DeviceFacts) -> GPUReading:
     module, ask = nvml.module, nvml.ask
     total_mb, used_mb, free_mb, fault = _read_memory(nvml, handle)
-    is_mig_enabled, mig_fault = _read_mig_mode(nvml, handle)
+    # Its MIG mode is decisive: if that is unknown, its devices would seem to be gone.
+    mig_mode, mig_fault = nvml.ask_decisive("MIG mode", module.nvmlDeviceGetMigMode, handle)
+    is_mig_enabled = mig_mode is not None and mig_mode[0] == 1
     # With MIG there is no utilization of the whole GPU.
     utilization = None if is_mig_enabled else ask(module.nvmlDeviceGetUtilizationRates, handle)
     power_draw_mw = ask(module.nvmlDeviceGetPowerUsage, handle)
@@ -98,19 +91,6 @@ def read_gpu(nvml: LoadedNVML, handle: Any, index: int, facts: DeviceFacts) -> G
     )
 
 
-def _read_mig_mode(nvml: LoadedNVML, handle: Any) -> tuple[bool, str | None]:
-    """Whether MIG is on; and a fault if that is unknown, because its devices would seem to be gone."""
-    try:
-        mode, _ = nvml.module.nvmlDeviceGetMigMode(handle)
-    except nvml.error as error:
-        value: int = error.value
-        if value in GPU_FAILED or value in LIBRARY_FAILED:
-            raise
-        is_without = value in (NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND)
-        return False, None if is_without else f"its MIG mode cannot be read ({error}): see `dmesg`"
-    return mode == 1, None
-
-
 def _read_mig_devices(nvml: LoadedNVML, handle: Any) -> tuple[MIGReading, ...]:
     module, ask = nvml.module, nvml.ask
     devices = []
@@ -140,13 +120,8 @@ def _read_mig_devices(nvml: LoadedNVML, handle: Any) -> tuple[MIGReading, ...]:
 
 def _read_memory(nvml: LoadedNVML, handle: Any) -> tuple[int | None, int | None, int | None, str | None]:
     """Total, used and free MiB, and a fault if they should be known but are not."""
-    try:
-        memory = nvml.memory(handle)
-    except nvml.error as error:
-        value: int = error.value
-        if value in GPU_FAILED or value in LIBRARY_FAILED:
-            raise
-        fault = None if value in _MEMORY_UNAVAILABLE else f"its memory cannot be read ({error}): see `dmesg`"
+    memory, fault = nvml.ask_decisive("memory", nvml.memory, handle)
+    if memory is None:
         return None, None, None, fault
     total: int = memory.total
     if total == 0:
@@ -171,8 +146,6 @@ def _read_recovery_action(nvml: LoadedNVML, handle: Any) -> str | None:
     values = nvml.ask(module.nvmlDeviceGetFieldValues, handle, (module.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,))
     if values is None:
         return None
-    answer = values[0]
-    if answer.nvmlReturn != 0:
-        return None
-    number: int = answer.value.uiVal
+    (answer,) = values
+    number: int = answer.value.uiVal if answer.nvmlReturn == 0 else 0
     return None if number == 0 else _RECOVERY_ACTIONS.get(number, f"action {number}")

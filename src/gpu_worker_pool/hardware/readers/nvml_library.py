@@ -26,9 +26,10 @@ GPU_NOT_FOUND: Final = 28
 
 #: After these no GPU can be read until the library is reloaded.
 LIBRARY_FAILED: Final = frozenset({UNINITIALIZED, DRIVER_NOT_LOADED, VERSION_MISMATCH})
-#: After these one GPU is unusable.
-GPU_FAILED: Final = frozenset({GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND})
-_MORE_THAN_ONE_VALUE: Final = LIBRARY_FAILED | GPU_FAILED
+#: After these, and after those of one unusable GPU, its other values cannot be read either.
+_MORE_THAN_ONE_VALUE: Final = LIBRARY_FAILED | frozenset({GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND})
+#: After these a healthy GPU cannot, or may not, report one value.
+_UNAVAILABLE: Final = frozenset({NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND})
 
 #: The error code if the library is missing, so that another reader can be tried.
 NVML_NOT_FOUND: Final = "nvml_not_found"
@@ -90,6 +91,15 @@ class LoadedNVML:
         except UnicodeDecodeError:
             pass
         return None
+
+    def ask_decisive(self, name: str, call: Callable[..., Any], handle: Any) -> tuple[Any, str | None]:
+        """The answer, and why the GPU must not be used if there is none although it should be known."""
+        try:
+            return call(handle), None
+        except self.error as error:
+            if error.value in _MORE_THAN_ONE_VALUE:
+                raise
+            return None, None if error.value in _UNAVAILABLE else f"its {name} cannot be read ({error}): see `dmesg`"
 
 
 class NVMLLibrary:

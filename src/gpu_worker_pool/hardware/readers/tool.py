@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.errors import DriverError
@@ -129,26 +129,14 @@ class Tool:
 
 
 def find_tool(command: str, environment: Mapping[str, str]) -> str:
-    if os.sep in command:
-        candidates = [command]
-    else:
-        folders = environment.get("PATH", os.defpath).split(os.pathsep)
-        candidates = [str(Path(folder, command)) for folder in folders if folder]
-    files = [candidate for candidate in candidates if _is_file(candidate)]
-    for file in files:
-        if os.access(file, os.X_OK):
-            return file
-    if files:
-        raise _may_not_execute(files[0])
+    # An empty entry of PATH would mean the working directory.
+    path = os.pathsep.join(filter(None, environment.get("PATH", os.defpath).split(os.pathsep)))
+    if (found := shutil.which(command, path=path)) is not None:
+        return found
+    if (file := shutil.which(command, os.F_OK, path)) is not None:
+        raise _may_not_execute(file)
     message = f"{command} was not found: install the NVIDIA driver, or add the tool's folder to PATH."
     raise DriverError(message, code="nvidia_smi_not_found")
-
-
-def _is_file(path: str) -> bool:
-    try:
-        return Path(path).is_file()
-    except OSError:  # a folder that this user may not enter
-        return False
 
 
 def _may_not_execute(path: str) -> DriverError:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from tests.fakes.memory_ledger import MemoryLedger
 from tests.leasing import until
 
 from gpu_worker_pool.broker.broker import LeaseBroker, Waiting
@@ -23,8 +24,7 @@ from gpu_worker_pool.gpu_server.fast_path import FastPathAPI, ServerParts
 from gpu_worker_pool.gpu_server.host_view import HostView
 from gpu_worker_pool.gpu_server.security import Authenticator
 from gpu_worker_pool.hardware.sampler import LatestSamples
-from gpu_worker_pool.ledger import Tell
-from gpu_worker_pool.ledger.memory import MemoryLedger
+from gpu_worker_pool.ledger import OnCommit
 from gpu_worker_pool.testing import FakeClock, gpu, snapshot
 
 
@@ -206,8 +206,8 @@ async def test_an_old_connection_that_breaks_leaves_the_new_one_listening(monkey
     clock = FakeClock(1000.0)
     ledgers: list[MemoryLedger] = []
 
-    def opened(tell: Tell) -> MemoryLedger:
-        ledgers.append(MemoryLedger(PoolSettings(queue_ttl_seconds=1.0), tell, clock))
+    def opened(on_commit: OnCommit) -> MemoryLedger:
+        ledgers.append(MemoryLedger(PoolSettings(queue_ttl_seconds=1.0), on_commit, clock))
         return ledgers[-1]
 
     broker = LeaseBroker(opened, lambda _: None, clock=clock.now)

@@ -21,13 +21,15 @@ def requirements_of(**body: Any) -> Requirements:
     return parse_body(LeaseRequest, json.dumps(body).encode())[1]
 
 
-def reasons(body: bytes | dict[str, Any]) -> tuple[str, ...]:
+def reasons(body: bytes | dict[str, Any]) -> list[str]:
     with pytest.raises(Refusal) as refused:
         parse_body(LeaseRequest, body if isinstance(body, bytes) else json.dumps(body).encode())
-    answer = refused.value
-    assert (answer.status, answer.error) == (422, "invalid")
-    assert all(reason in answer.detail for reason in answer.reasons)
-    return answer.reasons
+    reply = refused.value.reply
+    answer = json.loads(reply.body)
+    assert (reply.status, answer["error"]) == (422, "invalid")
+    found: list[str] = answer["reasons"]
+    assert all(reason in answer["detail"] for reason in found)
+    return found
 
 
 def test_nothing_is_needed() -> None:
@@ -145,7 +147,7 @@ def test_requirements_that_contradict_each_other() -> None:
 def test_a_thousand_mistakes_are_not_all_repeated() -> None:
     with pytest.raises(Refusal) as refused:
         parse_body(LeaseRequest, json.dumps({f"field{number}" * 20: 1 for number in range(1000)}).encode())
-    assert len(refused.value.detail) < 5000
+    assert len(str(refused.value)) < 5000
 
 
 @pytest.mark.parametrize(
@@ -198,8 +200,7 @@ def test_any_json_is_refused_or_usable(body: dict[str, Any]) -> None:
     try:
         asked, requirements = parse_body(LeaseRequest, json.dumps(body).encode())
     except Refusal as refusal:
-        assert refusal.status == 422  # noqa: PT017  # one of two good outcomes
-        json.dumps(refusal.reasons, allow_nan=False)
+        assert refusal.reply.status == 422  # noqa: PT017  # one of two good outcomes
     else:
         assert 2 <= asked.ttl_seconds <= 3600
         assert 0 <= asked.wait_seconds <= 30

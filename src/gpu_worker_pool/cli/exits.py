@@ -1,9 +1,15 @@
-"""Defines the exit statuses, and maps errors of the package to them."""
+"""How a command ends: its exit status, the error that ends it with one sentence, and Ctrl-C."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+from contextlib import suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
+
+from gpu_worker_pool.cli.output import printable
 
 if TYPE_CHECKING:
     from gpu_worker_pool.errors import GPUWorkerPoolError
@@ -31,6 +37,18 @@ class Status(IntEnum):
 KILLED: Final = 128
 
 
+class CommandError(Exception):
+    def __init__(self, message: str, status: int = Status.FAILED) -> None:
+        super().__init__(message)
+        self.status = int(status)
+
+    def report(self) -> int:
+        """Print it; returns the exit status."""
+        with suppress(OSError):  # stderr is closed
+            sys.stderr.write(f"gpu-pool: {printable(str(self))}\n")
+        return self.status
+
+
 def status_of(error: GPUWorkerPoolError) -> Status:
     from gpu_worker_pool import errors
 
@@ -47,3 +65,11 @@ def status_of(error: GPUWorkerPoolError) -> Status:
         case errors.WorkerTimeoutError():
             return Status.TIMED_OUT
     return Status.FAILED
+
+
+def die_of_interrupt() -> int:
+    """End as Ctrl-C ends a program: by the signal, not by a status, so that a shell ends its loop or script too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    os.kill(os.getpid(), signal.SIGINT)
+    return KILLED + signal.SIGINT

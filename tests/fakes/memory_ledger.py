@@ -1,15 +1,16 @@
-"""The ledger in memory, for one process. Tests require every other kind to answer as it does."""
+"""A ledger in memory, for one process: what every ledger must answer as, and quicker to make than a file."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from typing import TYPE_CHECKING, TypeVar
 
 from gpu_worker_pool.clocks import LoopClock
 from gpu_worker_pool.core import Effect, Event, Pool, PoolSettings, Ticked, WakeAt
 from gpu_worker_pool.errors import LedgerUnavailableError
-from gpu_worker_pool.ledger import Committed, Question, Tell, tell_of
+from gpu_worker_pool.ledger import Committed, OnCommit, Question
 from gpu_worker_pool.ledger.change_tracker import ChangeTracker
 
 if TYPE_CHECKING:
@@ -18,14 +19,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 
 class MemoryLedger:
     """Belongs to the event loop it was made in."""
 
-    def __init__(self, settings: PoolSettings, tell: Tell, clock: Clock | None = None) -> None:
+    def __init__(self, settings: PoolSettings, on_commit: OnCommit, clock: Clock | None = None) -> None:
         self.secret = secrets.token_hex(16)
         self._clock = clock or LoopClock(asyncio.get_running_loop())
-        self._tell = tell
+        self._on_commit = on_commit
         self._requests: ChangeTracker[str, Waiter | Lease | Outcome] = ChangeTracker()
         self._pool = Pool(settings, self._requests)
         self._timer: Timer | None = None
@@ -39,7 +42,11 @@ class MemoryLedger:
         pool = self._pool
         effects = pool.apply(event, self._clock.now())
         reported = tuple(effect for effect in effects if not isinstance(effect, WakeAt))
-        tell_of(Committed(reported, self._requests.take_changes(), False, pool.fence, dict(pool.tally)), self._tell)
+        committed = Committed(reported, self._requests.take_changes(), False, pool.fence, dict(pool.tally))
+        try:
+            self._on_commit(committed)
+        except Exception:
+            logger.exception("the listener of commits failed")
         self._set_timer()
         return reported
 
