@@ -111,6 +111,7 @@ class Stopping(Scenario):
             status = self.manager.get_pool_status()
             assert (status.total_gpus, status.available_gpus, status.blocked_workers) == (2, 2, 0)
             await self.manager.stop()
+            await asyncio.sleep(0)  # the task that asked has just ended, and what watches it is told
 
         self.loop.run(use())
         assert self.loop.pending == []

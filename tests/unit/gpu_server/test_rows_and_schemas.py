@@ -50,7 +50,7 @@ EXPLANATION = Explanation(
     "why",
     is_queued=True,
 )
-PROMISES = {"GPU-1": [lease_rows.promise(LEASE)]}
+PROMISES = lease_rows.promises_of([LEASE])
 AGE = {"sample_age_seconds": 0.0}
 
 
