@@ -61,7 +61,7 @@ async def test_a_body_up_to_the_limit() -> None:
         with pytest.raises(Refusal) as refusal:
             await read_body(connection.receive, declared)
         assert refusal.value.reply.status == 413
-        assert (b"connection", b"close") in refusal.value.reply.headers
+        assert refusal.value.reply.headers == ((b"cache-control", b"no-store"), (b"connection", b"close"))
 
 
 async def test_who_leaves_in_the_middle_of_a_body_is_not_answered() -> None:
