@@ -289,12 +289,9 @@ class GlobalGPUAssignment(GPUAssignment):
         _lease_health: LeaseHealth | None = None,
     ) -> None:
         _check_global_gpu_id(global_gpu_id, endpoint_id, local_gpu_id)
-        for name, value in (
-            ("global_gpu_id", global_gpu_id),
-            ("endpoint_id", endpoint_id),
-            ("local_gpu_id", local_gpu_id),
-        ):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "global_gpu_id", global_gpu_id)
+        object.__setattr__(self, "endpoint_id", endpoint_id)
+        object.__setattr__(self, "local_gpu_id", local_gpu_id)
         super().__init__(
             global_gpu_id,
             worker_id,

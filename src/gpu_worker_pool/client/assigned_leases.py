@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.client import pool_events
-from gpu_worker_pool.client.holders import Holder, Holders
+from gpu_worker_pool.client.holders import Holder, Holders, shown
 from gpu_worker_pool.client.loss_callback import LossCallback
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core import HeldGPU
@@ -63,11 +63,7 @@ class AssignedLeases:
     def stop(self) -> None:
         """The lease thread gives them back next."""
         if self._holders:
-            leases = ", ".join(
-                f"{name} ({holder.held.shown})"
-                for name, holder in self._holders.items()
-                if holder.held is not None  # as all of them
-            )
+            leases = ", ".join(f"{name} ({shown(holder)})" for name, holder in self._holders.items())
             logger.warning("stopped while GPUs were still assigned; they are given back: %s", leases)
         self.forget()
 

@@ -38,10 +38,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from gpu_worker_pool.api.http_client import Fetched
-    from gpu_worker_pool.client.default_endpoint import StatsClientWithURL
     from gpu_worker_pool.client.endpoints import Endpoint
     from gpu_worker_pool.client.monitor import StatsClient
-    from gpu_worker_pool.config import EndpointConfig
     from gpu_worker_pool.core import Explanation
     from gpu_worker_pool.core.requirements import Policy
     from gpu_worker_pool.models import GPUId, GPUStats
@@ -357,10 +355,9 @@ class GPUWorkerPoolClient:
 
     def _monitor(self, endpoint: Endpoint) -> GPUMonitor:
         assert self._http is not None
-        client: StatsClient = self._stats_client(endpoint, endpoint.config)
-        if self._config.endpoint_is_default:
-            clients = [self._stats_client(endpoint, config) for config in (endpoint.config, SERVER_DEFAULT)]
-            client = FirstThatAnswers(clients, chosen=endpoint.moved_to)
+        configs = (endpoint.config, SERVER_DEFAULT) if self._config.endpoint_is_default else (endpoint.config,)
+        clients = [self._coordinator.stats_client(endpoint, config, self._http) for config in configs]
+        client: StatsClient = clients[0] if len(clients) == 1 else FirstThatAnswers(clients, chosen=endpoint.moved_to)
         return GPUMonitor(
             endpoint,
             client,
@@ -371,10 +368,6 @@ class GPUWorkerPoolClient:
             on_lost=self._lose,
             callbacks=self._callbacks,
         )
-
-    def _stats_client(self, endpoint: Endpoint, config: EndpointConfig) -> StatsClientWithURL:
-        assert self._http is not None
-        return self._coordinator.stats_client(endpoint, config, self._http)
 
     @property
     def _timeout_seconds(self) -> float:

@@ -75,11 +75,8 @@ class AsksForFeatures:
         self, client: AsyncGPUStatsHTTPClient, decided: Callable[[str, frozenset[str] | None], object]
     ) -> None:
         self._client = client
+        self.url = client.url
         self._decided: Callable[[str, frozenset[str] | None], object] | None = decided
-
-    @property
-    def url(self) -> str:
-        return self._client.url
 
     async def fetch(self) -> Fetched:
         if self._decided is None:
@@ -87,7 +84,7 @@ class AsksForFeatures:
         features = await self._client.features()
         fetched = await self._client.fetch()
         # Not before: one that tells what it is and nothing else is not there.
-        self._decided(self._client.url, features)
+        self._decided(self.url, features)
         self._decided = None
         return fetched
 

@@ -231,12 +231,13 @@ class LeasePool:
         if self._has_in_process and IN_PROCESS not in ranked:
             then.append(IN_PROCESS)
         candidates = {name: self._candidate(name, request, first) for name in (*first, *then)}
+        tell_loop = partial(self._loop.call_soon_threadsafe, self._report_blocked, request)
         acquisition = Acquisition(
             thread.engine,
             [found for name in first if isinstance(found := candidates[name], Candidate)],
             [found for name in then if isinstance(found := candidates[name], Candidate)],
             timeout_seconds=timeout_seconds,
-            on_blocked=partial(self._blocked_in_thread, request) if pool_events.is_wanted() else lambda: None,
+            on_blocked=tell_loop if pool_events.is_wanted() else lambda: None,
         )
         impossible = {name: error for name, error in candidates.items() if not isinstance(error, Candidate)}
         acquisition.refused.update(impossible | self._refused)
@@ -270,10 +271,6 @@ class LeasePool:
     def _is_answering(self, name: str) -> bool:
         state = self.view.allocator.endpoints.get(self._pool_id(name))
         return state is not None and state.is_answering
-
-    def _blocked_in_thread(self, request: Request) -> None:
-        """Called in the lease thread."""
-        self._loop.call_soon_threadsafe(self._report_blocked, request)
 
     def _report_blocked(self, request: Request) -> None:
         acquisition = next((each for each, waiter in self._acquisitions.items() if waiter.request is request), None)

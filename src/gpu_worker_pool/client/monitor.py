@@ -11,6 +11,7 @@ import logging
 import math
 import random
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -131,11 +132,9 @@ class GPUMonitor:
             self._woken.clear()
             if await self._turn():
                 self._end_waiting()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self._seconds_to_next_turn()):
                     await self._woken.wait()
-            except TimeoutError:
-                pass
 
     async def _turn(self) -> bool:
         """Returns whether the endpoint was polled."""

@@ -10,6 +10,7 @@ import logging
 import random
 import resource
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.breaker import Breaker
@@ -151,11 +152,9 @@ class LeaseEndpoint:
         changed = self._changed
         # Past that moment another request probes it, and notifies the others.
         left = None if retry_at is None or retry_at <= time.monotonic() else retry_at - time.monotonic()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(left):
                 await changed.wait()
-        except TimeoutError:
-            pass
 
     def _notify_changed(self) -> None:
         self._changed.set()

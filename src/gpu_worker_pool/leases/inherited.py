@@ -18,6 +18,7 @@ from gpu_worker_pool.leases.service import LeasedGPU, StillWaiting
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from gpu_worker_pool.core.assignments import Lease
     from gpu_worker_pool.core.events import Request
     from gpu_worker_pool.core.requirements import Requirements
     from gpu_worker_pool.leases.service import LeaseService
@@ -64,8 +65,9 @@ class InheritedLease:
             self._changed.set()
             self._changed = asyncio.Event()
 
-    def check(self, *, is_live: bool) -> None:
-        if not is_live:
+    def check(self, lease: Lease | None) -> None:
+        """`lease`: what the ledger knows of it now."""
+        if lease is None or not lease.is_live:
             raise LeaseEndedError(f"{self.lease_id}, inside which this program runs, has ended")
 
 

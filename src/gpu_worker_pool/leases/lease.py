@@ -68,7 +68,7 @@ class HeldLease:
         self._pid = os.getpid()
         #: Until when it is certain to be held, and how it ended. Each is written in one step of the interpreter, so
         #: that no lock is needed, which a fork might copy while it is taken.
-        self._held_until = sent_at + self.ttl_seconds
+        self.held_until = sent_at + self.ttl_seconds
         self._endings: list[_Ending] = []
         self._listeners: list[Callable[[], object]] = []
 
@@ -124,13 +124,9 @@ class HeldLease:
     # --- for the loop that renews it ---
 
     @property
-    def held_until(self) -> float:
-        return self._held_until
-
-    @property
     def is_overdue(self) -> bool:
         """It was not renewed for its TTL, so it may be another's by now."""
-        return self._now() >= self._held_until
+        return self._now() >= self.held_until
 
     @property
     def overdue_reason(self) -> str:
@@ -141,7 +137,7 @@ class HeldLease:
         return bool(self._endings)
 
     def renewed(self, sent_at: float) -> None:
-        self._held_until = max(self._held_until, sent_at + self.ttl_seconds)
+        self.held_until = max(self.held_until, sent_at + self.ttl_seconds)
 
     def end(self, how: End, reason: str = "") -> bool:
         """Whether this call ended it: the first one counts."""

@@ -111,7 +111,7 @@ class LocalLeaseService:
                 raise ServiceRefusedError(NO_GPU)
             await self._until_dead_holders_are_noticed(host)
             if (inherited := await self._inherit(host, gpus)) is not None:
-                inherited.check(is_live=_is_live(await host.broker.lease(inherited.lease_id)))
+                inherited.check(await host.broker.lease(inherited.lease_id))
                 return await inherited.take(request, wait_seconds)
             asked = self._requests.get(request.request_id) or self._as_asked(request, gpus)
             self._requests[request.request_id] = asked
@@ -129,7 +129,7 @@ class LocalLeaseService:
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
         async with asyncio.timeout(timeout_seconds), self._ledger() as broker:
             if self._inherited is not None and lease.is_inherited:
-                self._inherited.check(is_live=_is_live(await broker.lease(lease.lease_id)))
+                self._inherited.check(await broker.lease(lease.lease_id))
             else:
                 await broker.renew(lease.lease_id, self._user)
 
@@ -294,7 +294,3 @@ def _gpus_in(sample: HostSample) -> tuple[GPUReading, ...]:
 
 def _leased(lease: Lease) -> tuple[LeasedGPU, ...]:
     return tuple(LeasedGPU(held.index, held.uuid, held.name) for held in lease.held)
-
-
-def _is_live(lease: Lease | None) -> bool:
-    return lease is not None and lease.is_live
