@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core import ANY_GPU, Request
-from gpu_worker_pool.leases.lease import HeldLease
-from gpu_worker_pool.leases.service import LeasedGPU, StillWaiting, sent_as_new
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting, sent_as_new
 
 
 @dataclass

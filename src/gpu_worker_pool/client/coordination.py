@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from gpu_worker_pool.client.same_gpus import SameGPUs
     from gpu_worker_pool.config import Coordination, EndpointConfig, PoolConfig
     from gpu_worker_pool.core import Explanation, Pool, PoolSettings, Waiter
+    from gpu_worker_pool.leases.lease import LeaseService
     from gpu_worker_pool.leases.local import LocalLeaseService
-    from gpu_worker_pool.leases.service import LeaseService
     from gpu_worker_pool.models import GPUAssignment, GPUStats, PoolStatus
 
 logger = logging.getLogger("gpu_worker_pool.coordination")

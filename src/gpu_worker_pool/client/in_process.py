@@ -10,8 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.errors import PoolStoppedError
-from gpu_worker_pool.leases.lease import HeldLease
-from gpu_worker_pool.leases.service import LeasedGPU, StillWaiting
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

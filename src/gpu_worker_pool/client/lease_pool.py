@@ -30,7 +30,7 @@ from gpu_worker_pool.errors import (
 )
 from gpu_worker_pool.forks import leave_alone
 from gpu_worker_pool.leases.acquisition import Acquisition, Candidate
-from gpu_worker_pool.leases.service import requirements_at, sent_as_new
+from gpu_worker_pool.leases.lease import requirements_at, sent_as_new
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.allocator import GPUAllocator
     from gpu_worker_pool.core.gpus import EndpointState
     from gpu_worker_pool.leases.endpoint import LeaseEndpoint
-    from gpu_worker_pool.leases.service import LeaseService, StillWaiting
+    from gpu_worker_pool.leases.lease import LeaseService, StillWaiting
     from gpu_worker_pool.models import GPUAssignment, PoolStatus
 
 

@@ -18,7 +18,7 @@ from gpu_worker_pool.errors import (
     PoolStoppedError,
     ServiceRefusedError,
 )
-from gpu_worker_pool.leases.endpoint_request import EndpointRequest
+from gpu_worker_pool.leases.endpoint import EndpointRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""One endpoint that gives leases, as all requests of this program share it: order, connections, and failures.
+"""One endpoint that gives leases, as all requests of this program share it, and one request at it.
 
 While it fails, one request probes it, and the others wait for the result.
 """
@@ -13,15 +13,24 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from gpu_worker_pool.core.backoff import backoff_seconds
 from gpu_worker_pool.core.breaker import Breaker
-from gpu_worker_pool.errors import GPUWorkerPoolError, RetryableError, ServiceRetryableError
+from gpu_worker_pool.errors import (
+    GPUWorkerPoolError,
+    RequestCancelledError,
+    RequestEndedError,
+    RetryableError,
+    ServiceRetryableError,
+    TooManyWaitingError,
+)
+from gpu_worker_pool.leases.lease import HeldLease, sent_as_new
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpu_worker_pool.core.events import Request
-    from gpu_worker_pool.leases.lease import HeldLease
-    from gpu_worker_pool.leases.service import LeaseService, StillWaiting
+    from gpu_worker_pool.leases.engine import LeaseEngine
+    from gpu_worker_pool.leases.lease import LeaseService, StillWaiting
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +41,13 @@ MOST_POLLS_IN_ALL = 1024
 #: The pause before an endpoint that does not answer is probed again, doubled each time. After a short outage that is
 #: sooner than the server drops the waiters whose connections broke.
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 3.0
+
+
+#: The interval of short polls where no connection is left for a long one: shorter than an offer lives.
+SHORT_POLL_SECONDS = 4.0
+#: A server lets no poll wait longer.
+LONGEST_POLL_SECONDS = 30.0
+CANCEL_TRIES = 3
 
 
 class Polls:
@@ -163,3 +179,195 @@ class LeaseEndpoint:
     def _notify_returned(self) -> None:
         self._returned.set()
         self._returned = asyncio.Event()
+
+
+class EndpointRequest:
+    """`changed` is called with it whenever one of its public attributes changed; no more once it is withdrawn."""
+
+    def __init__(
+        self,
+        engine: LeaseEngine,
+        endpoint: LeaseEndpoint,
+        request: Request,
+        changed: Callable[[EndpointRequest], object],
+        *,
+        first_wait_seconds: float = 0.0,
+        poll_seconds: float | None = None,
+    ) -> None:
+        """`first_wait_seconds`, which is short: a GPU that only needs to be read again is granted by the first poll.
+
+        `poll_seconds`: how long each further poll waits; by default a third of the TTL, because a lease counts from
+        when the poll was sent that brings it.
+        """
+        self.endpoint = endpoint
+        #: Whether the endpoint may reserve GPUs for it (rule 4); takes effect with the next poll.
+        self.may_reserve = False
+        self.has_answered = False
+        self.waiting: StillWaiting | None = None
+        #: What went wrong last, if it is retried.
+        self.trouble: GPUWorkerPoolError | None = None
+        #: Why it is not retried.
+        self.error: Exception | None = None
+        self.lease: HeldLease | None = None
+        self._engine = engine
+        self._request = request
+        self._changed = changed
+        self._first_wait_seconds = first_wait_seconds
+        if poll_seconds is None:
+            poll_seconds = min(LONGEST_POLL_SECONDS, (request.ttl_seconds or LONGEST_POLL_SECONDS) / 3)
+        self._poll_seconds = poll_seconds
+        self._is_withdrawn = False
+        #: Whether the server may know of the request, and whether it certainly does.
+        self._was_sent = self._is_known = False
+        self._is_first_under_way = False
+        self._task = engine.work_on(self._run())
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.endpoint_id
+
+    def withdraw(self) -> None:
+        """Cancel the request, or give back its lease; does not wait for that, and is harmless if it is over."""
+        if self._is_withdrawn:
+            return
+        self._is_withdrawn = True
+        if self.lease is not None:
+            self._engine.work_on(self._give_back(self.lease))
+        # The first poll is over in a moment, and aborting it would leave open whether the server has seen it.
+        elif not self._is_first_under_way:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            lease = await self._until_granted()
+        except asyncio.CancelledError:
+            if not self._is_withdrawn:
+                raise
+            lease = None
+        except GPUWorkerPoolError as error:
+            self._fail(error)
+            return
+        except Exception as error:
+            # A bug of ours: the acquisition must hear of it, and the server not keep a place for nothing.
+            logger.exception("the lease request to %s failed", self.name)
+            self._fail(error)
+            if self._was_sent:
+                await self._cancel()
+            return
+        if self._is_withdrawn:
+            if lease is not None:
+                await self._give_back(lease)
+            elif self._was_sent:
+                await self._cancel()
+            return
+        assert lease is not None  # else it was withdrawn
+        self._engine.hold(lease)
+        self.lease = lease
+        self._notify()
+
+    async def _until_granted(self) -> HeldLease | None:
+        endpoint = self.endpoint
+        async with endpoint.first_polls:
+            # Behind a request that waits there is nothing to wait for, and others stand behind this one.
+            answer = await self._poll_until_answered(0.0 if endpoint.waiting else self._first_wait_seconds)
+        endpoint.waiting += 1
+        has_long_poll = False
+        try:
+            while not (self._is_withdrawn or isinstance(answer, HeldLease)):
+                self.waiting, self.trouble = answer, None
+                self._notify()
+                has_long_poll = has_long_poll or endpoint.polls.take()
+                if has_long_poll:
+                    answer = await self._poll_until_answered(self._poll_seconds)
+                else:
+                    await asyncio.sleep(SHORT_POLL_SECONDS * (0.75 + random.random() / 2))  # noqa: S311
+                    answer = await self._poll_until_answered(0.0)
+        finally:
+            endpoint.waiting -= 1
+            if has_long_poll:
+                endpoint.polls.give_back()
+        return answer if isinstance(answer, HeldLease) else None
+
+    async def _poll_until_answered(self, wait_seconds: float) -> HeldLease | StillWaiting:
+        attempt = 0
+        while True:
+            await self.endpoint.until_it_may_be_polled(self._report)
+            self._was_sent = True
+            self._is_first_under_way = not self._is_known
+            # A probe must not take long: the others wait for its result.
+            seconds = 0.0 if self.endpoint.is_failing else wait_seconds
+            try:
+                answer = await self.endpoint.poll(self._request, wait_seconds=seconds, may_reserve=self.may_reserve)
+            except RequestEndedError as error:
+                self._start_over(error)
+            except TooManyWaitingError as error:
+                self._report(error)
+                self._is_first_under_way = False
+                await asyncio.sleep(0.2 + backoff_seconds(attempt, random.random(), longest=5.0))  # noqa: S311
+            except RetryableError as error:
+                self._report(error)  # the endpoint decides when to retry
+            else:
+                self._is_known = True
+                return answer
+            finally:
+                self._is_first_under_way = False
+            if self._is_withdrawn:
+                raise asyncio.CancelledError
+            attempt += 1
+
+    def _start_over(self, error: RequestEndedError) -> None:
+        """The server dropped it, because this process was suspended, say: send it as a new request."""
+        if error.state == "cancelled":
+            raise RequestCancelledError(f"the request was removed from the queue of {self.name}") from error
+        logger.info("%s: requesting again, since %s", self.name, error)
+        self._request = sent_as_new(self._request)
+        self._is_known = False
+
+    def _report(self, error: GPUWorkerPoolError) -> None:
+        self.trouble = error
+        self._notify()
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        self._notify()
+
+    def _notify(self) -> None:
+        self.has_answered = True
+        if not self._is_withdrawn:
+            self._changed(self)
+
+    # --- withdrawing ---
+
+    async def _give_back(self, lease: HeldLease) -> None:
+        try:
+            await self._engine.release(lease)
+        except GPUWorkerPoolError as error:
+            logger.info("%s is not given back: %s", lease.shown, error)
+
+    async def _cancel(self) -> None:
+        for attempt in range(CANCEL_TRIES):
+            if await self._is_cancelled():
+                return
+            if self.endpoint.is_failing:
+                break
+            await asyncio.sleep(backoff_seconds(attempt, random.random()))  # noqa: S311
+        self._engine.attempt(self._cancel_later())
+
+    async def _cancel_later(self) -> None:
+        """A server that is down still has the request when it returns, and other requests wait behind it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._engine.cancel_seconds):
+                is_cancelled = False
+                while not is_cancelled:
+                    await self.endpoint.until_it_returns()
+                    is_cancelled = await self._is_cancelled()
+
+    async def _is_cancelled(self) -> bool:
+        try:
+            await self.endpoint.service.cancel(self._request)
+        except RetryableError:
+            return False
+        except GPUWorkerPoolError as error:
+            # It is not polled any more, so the server drops it by itself and only offers what it grants.
+            logger.info("%s: the request is left to expire: %s", self.name, error)
+        return True

@@ -26,8 +26,7 @@ from gpu_worker_pool.leases.lease import End
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from gpu_worker_pool.leases.lease import HeldLease
-    from gpu_worker_pool.leases.service import LeaseService
+    from gpu_worker_pool.leases.lease import HeldLease, LeaseService
 
 T = TypeVar("T")
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gpu_worker_pool.api.client import requirements_body
 from gpu_worker_pool.api.decoder import QueuePosition
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.leases.lease import HeldLease
-from gpu_worker_pool.leases.service import LeasedGPU, StillWaiting
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting
 
 if TYPE_CHECKING:
     from gpu_worker_pool.api.client import APIClient

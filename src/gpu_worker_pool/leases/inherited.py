@@ -12,8 +12,7 @@ from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.readings import Reading
 from gpu_worker_pool.core.requirements import names_gpu
 from gpu_worker_pool.errors import ImpossibleRequestError, LeaseEndedError
-from gpu_worker_pool.leases.lease import HeldLease
-from gpu_worker_pool.leases.service import LeasedGPU, StillWaiting
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.assignments import Lease
     from gpu_worker_pool.core.events import Request
     from gpu_worker_pool.core.requirements import Requirements
-    from gpu_worker_pool.leases.service import LeaseService
+    from gpu_worker_pool.leases.lease import LeaseService
 
 
 class InheritedLease:

@@ -34,8 +34,7 @@ from gpu_worker_pool.hardware.readers.choose import check_backend
 from gpu_worker_pool.hardware.samples import DriverAnswer
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
 from gpu_worker_pool.leases.inherited import InheritedLease
-from gpu_worker_pool.leases.lease import HeldLease
-from gpu_worker_pool.leases.service import LeasedGPU, StillWaiting
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting
 from gpu_worker_pool.ledger.host import open_host_ledger
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from gpu_worker_pool.cli.running.remembered_leases import RememberedLeases
 from gpu_worker_pool.config import EndpointConfig
 from gpu_worker_pool.core import Request
 from gpu_worker_pool.errors import RequestEndedError
-from gpu_worker_pool.leases.lease import HeldLease
-from gpu_worker_pool.leases.service import StillWaiting, sent_as_new
+from gpu_worker_pool.leases.lease import HeldLease, StillWaiting, sent_as_new
 
 DAY_SECONDS = 24 * 3600.0
 

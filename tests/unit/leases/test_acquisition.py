@@ -406,7 +406,7 @@ async def test_one_endpoint_at_a_time_may_keep_gpus_for_it(track: Track) -> None
 async def test_more_than_may_wait_for_an_answer_keep_their_places_by_asking(
     track: Track, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu_worker_pool.leases.endpoint_request.SHORT_POLL_SECONDS", 0.2)
+    monkeypatch.setattr("gpu_worker_pool.leases.endpoint.SHORT_POLL_SECONDS", 0.2)
     endpoint = track.endpoints["a"] = LeaseEndpoint(track.services["a"], Polls(3))
     track.busy("a")
     running = [asyncio.create_task(track.acquisition("a").run()) for _ in range(10)]

@@ -12,8 +12,7 @@ from datetime import datetime
 import pytest
 from tests.fakes.lease_service import FakeLeaseService, new_request
 
-from gpu_worker_pool.leases.lease import End, HeldLease
-from gpu_worker_pool.leases.service import LeasedGPU
+from gpu_worker_pool.leases.lease import End, HeldLease, LeasedGPU
 from gpu_worker_pool.models import GlobalGPUAssignment, GPUAssignment, make_assignment
 
 

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
 
     from gpu_worker_pool.cli.running.channel import Channel
-    from gpu_worker_pool.leases.endpoint_request import EndpointRequest
-    from gpu_worker_pool.leases.lease import HeldLease
-    from gpu_worker_pool.leases.service import LeaseService
+    from gpu_worker_pool.leases.endpoint import EndpointRequest
+    from gpu_worker_pool.leases.lease import HeldLease, LeaseService
 
 #: A host with more GPUs is explained by its summary.
 MOST_REASONS: Final = 32

@@ -14,8 +14,7 @@ from gpu_worker_pool.environment import Environment
 from gpu_worker_pool.errors import GPUWorkerPoolError
 from gpu_worker_pool.leases.http import HTTPLeaseService
 from gpu_worker_pool.leases.inherited import InheritedLease
-from gpu_worker_pool.leases.lease import HeldLease
-from gpu_worker_pool.leases.service import LeasedGPU
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.config import EndpointConfig, MultiEndpointConfigurationManager
     from gpu_worker_pool.core.events import Request
-    from gpu_worker_pool.leases.service import LeaseService, StillWaiting
+    from gpu_worker_pool.leases.lease import LeaseService, StillWaiting
 
 _sessions: list[aiohttp.ClientSession] = []
 

@@ -13,12 +13,12 @@ from gpu_worker_pool.config import MultiEndpointConfigurationManager
 from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.core.requirements import Requirements
 from gpu_worker_pool.errors import ImpossibleRequestError
-from gpu_worker_pool.leases.service import requirements_at, sent_as_new
+from gpu_worker_pool.leases.lease import requirements_at, sent_as_new
 
 if TYPE_CHECKING:
     from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
     from gpu_worker_pool.config import EndpointConfig
-    from gpu_worker_pool.leases.service import LeaseService
+    from gpu_worker_pool.leases.lease import LeaseService
 
 logger = logging.getLogger(__name__)
 

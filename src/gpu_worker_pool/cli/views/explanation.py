@@ -11,7 +11,7 @@ from gpu_worker_pool.cli.tables import print_table
 from gpu_worker_pool.cli.views.lists import print_failures
 from gpu_worker_pool.cli.views.queries import query
 from gpu_worker_pool.config import MultiEndpointConfigurationManager
-from gpu_worker_pool.leases.service import requirements_at
+from gpu_worker_pool.leases.lease import requirements_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

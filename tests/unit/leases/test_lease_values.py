@@ -5,8 +5,7 @@ from __future__ import annotations
 from tests.fakes.lease_service import FakeLeaseService, new_request
 
 from gpu_worker_pool.core import ANY_GPU, Requirements
-from gpu_worker_pool.leases.lease import HeldLease
-from gpu_worker_pool.leases.service import LeasedGPU, requirements_at, sent_as_new
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, requirements_at, sent_as_new
 
 
 def test_no_secret_is_shown() -> None:
