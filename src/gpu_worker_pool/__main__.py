@@ -1,4 +1,4 @@
-"""`python -m gpu_worker_pool`: the command line, for those whose PATH does not have `gpu-pool`."""
+"""`python -m gpu_worker_pool`: the command line, if `gpu-pool` is not in PATH."""
 
 from gpu_worker_pool.cli import main
 

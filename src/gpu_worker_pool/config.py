@@ -362,7 +362,9 @@ class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
         for variable in self._ENDPOINT_LISTS:
             endpoints, problems = _read_endpoints(self._environment.text(variable), variable)
             if any(endpoint.url == LOCAL_ENDPOINT for endpoint in endpoints):
-                problems.append(f"{variable}: local:// cannot be one of several; set GPU_SERVICE_ENDPOINT to it")
+                problems.append(
+                    f"{variable}: local:// cannot be one of several endpoints; set GPU_SERVICE_ENDPOINT to it"
+                )
                 endpoints = tuple(endpoint for endpoint in endpoints if endpoint.url != LOCAL_ENDPOINT)
             for problem in problems:
                 self._environment.complain(f"{problem}; ignoring it")

@@ -85,7 +85,7 @@ def test_explanations(programs: Programs) -> None:
         assert f":sh:{holder.pid} for" in gpu["obstacles"][0]["text"]
     missing = programs.call("explain", "--request", "nobody")
     assert missing.returncode == 1
-    assert missing.stderr == "gpu-pool: no request 'nobody' waits; gpu-pool queue lists those that do\n"
+    assert missing.stderr == "gpu-pool: no waiting request has the id 'nobody'; gpu-pool queue lists them\n"
     assert waiting.poll() is None
 
 
@@ -148,7 +148,7 @@ def test_top_in_a_pipe_and_on_a_terminal(programs: Programs) -> None:
     assert done.stdout.count("1 x Simulated GPU 24GB, 1 free, 0 waiting") == 2
     assert "\x1b" not in done.stdout
     terminal = programs.terminal([*GPU_POOL, "top", "--interval", "0.2"])
-    terminal.until("Ctrl-C to leave")
+    terminal.until("Ctrl-C to quit")
     terminal.until("1 free, 0 waiting", times=2)
     terminal.type("\x03")
     assert terminal.wait() == 0

@@ -56,7 +56,7 @@ def test_another_shell_waits_and_is_told_what_limits_it(programs: Programs) -> N
     programs.holding("--only", "0")
     done = programs.call("run", "--no-wait", "--", "true", CUDA_VISIBLE_DEVICES="0")
     assert done.returncode == 75
-    assert "CUDA_VISIBLE_DEVICES=0 allows no other" in done.stderr
+    assert "CUDA_VISIBLE_DEVICES=0 limits the choice" in done.stderr
 
 
 @pytest.mark.parametrize(

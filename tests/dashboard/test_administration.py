@@ -120,5 +120,5 @@ def test_a_lease_that_has_ended_meanwhile(look: Look, server: ServerProcess) -> 
     admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
     assert server.ask("DELETE", f"/queue/{waiting['request_id']}", headers=admin).status == 200
     look.page.click("#confirm-yes")
-    look.wait_for("#confirm-problem", "waits; GET /queue lists those that do")
+    look.wait_for("#confirm-problem", "GET /queue lists them")
     look.page.keyboard.press("Escape")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core import ANY_GPU, Request
-from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting, sent_as_new
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting, with_new_id
 
 
 @dataclass
@@ -91,4 +91,4 @@ class FakeLeaseService:
 
 
 def new_request(ttl_seconds: float = 60.0) -> Request:
-    return sent_as_new(Request("", ANY_GPU, "worker-1", ttl_seconds=ttl_seconds))
+    return with_new_id(Request("", ANY_GPU, "worker-1", ttl_seconds=ttl_seconds))

@@ -46,7 +46,7 @@ class MemoryLedger:
         try:
             self._on_commit(committed)
         except Exception:
-            logger.exception("the listener of commits failed")
+            logger.exception("the commit listener failed")
         self._set_timer()
         return reported
 

@@ -246,7 +246,7 @@ async def test_the_name_of_a_lease_that_is_over_means_nothing(
     async with client({"GPU_POOL_LEASE_ID": "lease-999"}) as one:
         assignment = await one.request_gpu(timeout=5)
         assert assignment.lease_id != "lease-999"
-        assert "lease-999, which is not a live lease of yours" in caplog.text
+        assert "lease-999, which is not one of your active leases" in caplog.text
         await one.release_gpu(assignment)
 
 
@@ -308,7 +308,7 @@ async def test_readings_that_a_stop_cuts_short_are_no_bug(environ: dict[str, str
     thread = LeaseThread(lambda _: None)
     thread.start()
     service = LocalLeaseService("local", LocalSettings.from_environment(environ))
-    await asyncio.wrap_future(thread.want_stop())
+    await asyncio.wrap_future(thread.request_stop())
     thread.join()
     with pytest.raises(ServiceRetryableError, match="stopped"):
         await LocalReadings(service, thread).fetch()

@@ -1,4 +1,4 @@
-"""Makes the documented bodies of the GPU routes from samples. Unknown is null; totals are over known values."""
+"""Builds the documented bodies of the GPU routes. Unknown values are null; totals count known values only."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def _leases_on(gpu: GPUReading, promises: Promises) -> list[dict[str, Any]] | No
 
 
 def _obstacles(gpu: GPUReading, promises: Promises) -> list[str] | None:
-    """What keeps the GPU from a request without requirements; of a split card, from the best of its MIG devices.
+    """Why a request without requirements cannot have the GPU; for a GPU in MIG mode, the best of its devices.
 
-    By the rules of the allocator, except reservations and the short time after a release, which pass by themselves.
+    Uses the allocator's rules, but ignores reservations and the short delay after a release, which are temporary.
     """
     if promises is None:
         return None

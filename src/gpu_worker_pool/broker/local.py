@@ -28,7 +28,7 @@ FIRST_SAMPLE_SECONDS: Final = 3.0
 SAMPLE_MAX_AGE_SECONDS: Final = 15.0
 #: Codes of a `DriverError` where no driver is installed: trying again does not help.
 NO_DRIVER: Final = frozenset({"nvidia_smi_not_found", "nvml_not_found"})
-#: Another process's old sample may arrive first; how often to check whether this process has read the GPUs itself.
+#: How often to check for an up-to-date sample: an old one from another process may arrive first.
 _CHECK_SECONDS: Final = 0.01
 
 
@@ -92,7 +92,7 @@ class LocalBroker:
                 is_up_to_date = False
                 while self._fresh() is None and not is_up_to_date:
                     is_up_to_date = self._sampler.wait_until_up_to_date(0)
-                    # 0: what the sampler has already handed over is taken first.
+                    # `sleep(0)` lets the loop take the samples that have already been handed over.
                     await asyncio.sleep(0 if is_up_to_date else _CHECK_SECONDS)
         if (fresh := self._fresh()) is not None:
             return fresh

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core import Lease
 
 #: How long a locked ledger may delay the first reading.
-KNOWN_SECONDS: Final = 2.0
+LEDGER_WAIT_SECONDS: Final = 2.0
 #: How many ended leases are remembered: their holders may have left memory in use.
 MOST_ENDED: Final = 1000
 
@@ -49,8 +49,8 @@ class SimulatedLoad:
         self._is_known.set()
 
     def holders(self) -> tuple[SimulatedHolder, ...]:
-        """For the sampler's thread. Waits until the leases are known: before, every GPU would look idle."""
-        self._is_known.wait(KNOWN_SECONDS)
+        """For the sampler's thread. Waits until the leases are known: until then, every GPU would look idle."""
+        self._is_known.wait(LEDGER_WAIT_SECONDS)
         return self._holders
 
     def _until(self, lease: Lease) -> float | None:

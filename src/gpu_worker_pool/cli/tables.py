@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 #: Columns of unlimited width.
-_MAY_WRAP: Final = frozenset({"name", "holder", "who", "why", "why not", "label", "state", "request", "check", "what"})
+_MAY_WRAP: Final = frozenset(
+    {"name", "holder", "who", "why", "why not", "label", "state", "request", "check", "problem", "what"}
+)
 #: Columns that a narrow terminal leaves out, in this order; the rest folds.
 _DISPENSABLE: Final = ("used", "promised", "since", "label", "load")
 #: A column that may wrap needs at least this width.

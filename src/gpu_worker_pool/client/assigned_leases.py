@@ -57,7 +57,7 @@ class AssignedLeases:
         #: In which the leases are renewed and released; there from the first endpoint on that gives leases.
         self.thread: LeaseThread | None = None
         self._losses: OrderedDict[str, str] = OrderedDict()
-        self._holders = Holders(self._loop, self._is_held, self._asker_finished, self._let_expire)
+        self._holders = Holders(self._loop, self._is_held, self._holder_gone, self._let_expire)
         self.new_worker_id = self._holders.new_worker_id
 
     def stop(self) -> None:
@@ -139,7 +139,7 @@ class AssignedLeases:
         if self._callback is not None:
             self._callback.tell(self._assignment(held) if assignment is None else assignment)
 
-    async def no_more_losses(self) -> None:
+    async def stop_reporting_losses(self) -> None:
         """The last that is awaited in the lease thread."""
         if self._callback is not None:
             self._callback.end()
@@ -161,7 +161,7 @@ class AssignedLeases:
     def _is_held(self, holder: Holder) -> bool:
         return holder.held is not None and not holder.held.has_ended
 
-    def _asker_finished(self, holder: Holder) -> None:
+    def _holder_gone(self, holder: Holder) -> None:
         self._let_expire(holder)
         self._drop(holder)
 

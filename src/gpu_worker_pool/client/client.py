@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: A start waits so long for the first answers, so that the pool's status can be asked at once. It succeeds anyway.
+#: How long `start` waits for first answers, so that the status is useful at once. It succeeds without them too.
 FIRST_ANSWERS_SECONDS = 2.0
 
 
@@ -94,7 +94,7 @@ class GPUWorkerPoolClient:
             settings=settings,
             worker_timeout=config.worker_timeout,
             on_reading_wanted=self._wake,
-            tell_endpoints=self._tell_endpoints,
+            failing_endpoints=self._failing_endpoints,
         )
         #: Which endpoints give leases, and so what hands out GPUs.
         self._coordinator = Coordinator(
@@ -102,7 +102,7 @@ class GPUWorkerPoolClient:
             settings,
             self._manager,
             timeout_seconds=self._timeout_seconds,
-            tell_endpoints=self._tell_endpoints,
+            failing_endpoints=self._failing_endpoints,
             want_reading=self._wake,
             on_lease_lost=on_lease_lost,
             environ=environ,
@@ -151,7 +151,7 @@ class GPUWorkerPoolClient:
         if self._manager.is_abandoned:
             self._forget()
             return
-        self._manager.check_here()
+        self._manager.check_thread()
         http, self._http = self._http, None
         try:
             await self._manager.stop()
@@ -224,7 +224,7 @@ class GPUWorkerPoolClient:
         return self._coordinator.assigner.release_gpu(assignment)
 
     def explain(self, **requirements: Any) -> Explanation:
-        """Why somebody who asked for this now would wait: GPU by GPU, with the numbers."""
+        """Why a request with these requirements would wait now: GPU by GPU, with the numbers."""
         return self._coordinator.explain(**requirements)
 
     # --- looking ---
@@ -404,9 +404,9 @@ class GPUWorkerPoolClient:
             if monitor is not None and self._config.pool_id(endpoint.endpoint_id) == pool_id:
                 monitor.wake()
 
-    def _tell_endpoints(self) -> str:
-        """Those that do not answer, and what became of asking them."""
-        return "; ".join(endpoint.told() for endpoint in self._endpoints if not endpoint.is_healthy)
+    def _failing_endpoints(self) -> str:
+        """The endpoints that do not answer, with their errors."""
+        return "; ".join(endpoint.error_text() for endpoint in self._endpoints if not endpoint.is_healthy)
 
     def _endpoint_infos(self) -> list[EndpointInfo]:
         counts = pool_metrics.gpu_counts(self._coordinator.pools, self._manager.now)
@@ -429,7 +429,7 @@ class GPUWorkerPoolClient:
     def _check_started(self) -> None:
         if not self._manager.is_running:
             raise NotStartedError("the client is not started: call start() or use it as a context manager")
-        self._manager.check_here()
+        self._manager.check_thread()
 
     def _check_many(self) -> None:
         self._check_started()

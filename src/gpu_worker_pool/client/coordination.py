@@ -1,7 +1,7 @@
-"""Which endpoints give leases, and so who gives a client its GPUs: their servers, this process, or either.
+"""Finds out which endpoints give leases, and so what assigns a client's GPUs: servers, this process, or both.
 
-Each is asked once, before its first readings count, and what it says holds for good: one that later fails to give
-leases fails, and is not used without.
+Each endpoint is asked once, before its first readings are used, and its answer is final: an endpoint that gave leases
+and no longer does counts as failing, and its GPUs are never assigned without leases.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gpu_worker_pool.coordination")
 
-NOT_ONE_OF_SEVERAL = "local:// cannot be one of several: give it alone, as service_endpoint, or name a server's URL"
-#: What a server lists among its features that gives leases to whoever asks.
+NOT_ONE_OF_SEVERAL = "local:// cannot be one of several endpoints: use it alone, as service_endpoint, or use servers"
+#: The feature that a server lists if it gives leases to this caller.
 LEASES = "leases"
 
 
 class Kind(Enum):
-    """How the GPUs of an endpoint are had."""
+    """How the GPUs of an endpoint are assigned."""
 
-    #: It has not been heard of yet.
+    #: It has not answered yet.
     UNDECIDED = "undecided"
     LEASES = "leases"
-    #: It gives none: this process assigns its GPUs, as far as it can see who else uses them.
+    #: It gives no leases: this process assigns its GPUs, and sees other users only by their load.
     IN_PROCESS = "in_process"
-    #: It gives none, and is not to be used without.
+    #: It gives no leases, and must not be used without them.
     REFUSED = "refused"
 
 
@@ -68,8 +68,8 @@ class Assigner(Protocol):
     def release_gpu(self, assignment: GPUAssignment) -> Coroutine[Any, Any, None]: ...
 
 
-class AsksForFeatures:
-    """Readings of an endpoint, the first of which come when `decided` was told its URL and its features."""
+class FeatureDetectingClient:
+    """Fetches an endpoint's readings. With the first ones, calls `decided` with its URL and its features."""
 
     def __init__(
         self, client: AsyncGPUStatsHTTPClient, decided: Callable[[str, frozenset[str] | None], object]
@@ -83,7 +83,7 @@ class AsksForFeatures:
             return await self._client.fetch()
         features = await self._client.features()
         fetched = await self._client.fetch()
-        # Not before: one that tells what it is and nothing else is not there.
+        # Only now: an endpoint that lists its features but sends no readings counts as down.
         self._decided(self.url, features)
         self._decided = None
         return fetched
@@ -95,11 +95,11 @@ def _decide(coordination: Coordination, endpoint_id: str, url: str, features: fr
     if coordination == "leases":
         logger.error("%s", _refusal(endpoint_id, url, features))
         return Kind.REFUSED
-    # An older server knows of nothing better, and whoever runs it neither.
+    # No warning for an older server: there is no setting that would make it give leases.
     level = logging.INFO if features is None else logging.WARNING
     logger.log(
         level,
-        "%s gives no leases%s: its GPUs are assigned within this program, which sees what others do only by the load",
+        "%s gives no leases%s: this program assigns its GPUs itself, and sees other programs only by their load",
         endpoint_id,
         _why(url, features),
     )
@@ -115,8 +115,8 @@ def _refusal(endpoint_id: str, url: str, features: frozenset[str] | None) -> Ser
 
 def _why(url: str, features: frozenset[str] | None) -> str:
     if features is None:
-        return " (it is an older server, or not one of ours)"
-    return "" if is_loopback_url(url) else " to other hosts unless keys are set there, in GPU_POOL_API_KEYS"
+        return " (it is an older server, or not a gpu-worker-pool server)"
+    return "" if is_loopback_url(url) else " to other hosts unless GPU_POOL_API_KEYS is set there"
 
 
 class Coordinator:
@@ -129,7 +129,7 @@ class Coordinator:
         manager: WorkerPoolManager,
         *,
         timeout_seconds: float,
-        tell_endpoints: Callable[[], str],
+        failing_endpoints: Callable[[], str],
         want_reading: Callable[[str], object],
         on_lease_lost: Callable[[GPUAssignment], object] | None,
         environ: Mapping[str, str] | None,
@@ -148,13 +148,13 @@ class Coordinator:
             config,
             settings,
             manager,
-            tell_endpoints=tell_endpoints,
+            failing_endpoints=failing_endpoints,
             want_reading=want_reading,
             on_lease_lost=on_lease_lost,
         )
         self._pool: LeasePool | None = None
         self._local: LocalLeaseService | None = None
-        #: By endpoint id, how its GPUs are had.
+        #: By endpoint id: how its GPUs are assigned.
         self._kinds: dict[str, Kind] = {}
 
     # --- life ---
@@ -188,8 +188,8 @@ class Coordinator:
 
     def added(self, endpoint: Endpoint) -> None:
         self._kinds[endpoint.endpoint_id] = Kind.UNDECIDED
-        self._manager.endpoint_lost(self._config.pool_id(endpoint.endpoint_id))  # what it has is not known yet
-        self._settle()
+        self._manager.endpoint_lost(self._config.pool_id(endpoint.endpoint_id))  # its GPUs are not known yet
+        self._choose_assigner()
         if endpoint.config.url == LOCAL_ENDPOINT:
             self._decided(endpoint, LOCAL_ENDPOINT, frozenset({LEASES}))
 
@@ -199,12 +199,12 @@ class Coordinator:
         if self._pool is not None:
             self._pool.view.lost(self._config.pool_id(endpoint.endpoint_id), is_removed=True)
             self._pool.removed(endpoint.endpoint_id)
-        self._settle()
+        self._choose_assigner()
 
     def stats_client(
         self, endpoint: Endpoint, config: EndpointConfig, http: MultiEndpointHTTPClientPool
     ) -> StatsClientWithURL:
-        """The endpoint's readings, the first of which come when it is known what it offers."""
+        """A client for the endpoint's readings that first finds out which features the endpoint offers."""
         if config.url == LOCAL_ENDPOINT:
             if self._config.multi_endpoint:
                 raise ValueError(NOT_ONE_OF_SEVERAL)
@@ -213,11 +213,11 @@ class Coordinator:
             assert self._pool is not None  # as `_check_local` made sure
             return LocalReadings(self._local_service(endpoint.endpoint_id), self._pool.start_thread())
         client = http.client_for(config)
-        return client if self._pool is None else AsksForFeatures(client, partial(self._decided, endpoint))
+        return client if self._pool is None else FeatureDetectingClient(client, partial(self._decided, endpoint))
 
     def _local_service(self, endpoint_id: str) -> LocalLeaseService:
         if self._local is None:
-            # A client of servers need not load what reads hardware and opens a ledger.
+            # Imported here: a client that uses only servers does not need the code for hardware and ledgers.
             from gpu_worker_pool.leases.local import LocalLeaseService, LocalSettings
 
             self._local = LocalLeaseService(endpoint_id, LocalSettings.from_environment(self._environ))
@@ -226,7 +226,7 @@ class Coordinator:
     def _decided(self, endpoint: Endpoint, url: str, features: frozenset[str] | None) -> None:
         endpoint_id, pool = endpoint.endpoint_id, self._pool
         if pool is None or endpoint_id not in self._kinds:
-            return  # it was removed, or everything stopped, meanwhile
+            return  # the endpoint was removed or the client stopped meanwhile
         kind = self._kinds[endpoint_id] = _decide(self._config.coordination, endpoint_id, url, features)
         if kind is not Kind.IN_PROCESS:
             self._manager.endpoint_lost(self._config.pool_id(endpoint.endpoint_id), is_removed=True)
@@ -235,10 +235,10 @@ class Coordinator:
             pool.offered(endpoint_id, partial(self._lease_service, endpoint_id, url))
         elif kind is Kind.REFUSED:
             pool.refused(endpoint_id, _refusal(endpoint_id, url, features))
-        self._settle()
+        self._choose_assigner()
 
-    def _settle(self) -> None:
-        """Whether anybody but the manager gives GPUs, or may yet be found to."""
+    def _choose_assigner(self) -> None:
+        """Choose what assigns GPUs: the manager alone, unless an endpoint gives leases or may turn out to."""
         if self._pool is None:
             return
         kinds = self._kinds.values()
@@ -281,11 +281,11 @@ class Coordinator:
         else:
             self._pool.view.lost(self._config.pool_id(endpoint.endpoint_id))
 
-    # --- looking ---
+    # --- queries ---
 
     @property
     def pools(self) -> list[Pool]:
-        """All that GPUs of the client are in; none is in two of them."""
+        """The pools that contain the client's GPUs; each GPU is in only one."""
         mine = self._manager.pool
         return [mine] if self._pool is None else [mine, self._pool.view]
 
@@ -321,11 +321,11 @@ def _check_local(config: PoolConfig) -> None:
     if config.multi_endpoint:
         raise ValueError(NOT_ONE_OF_SEVERAL)
     if config.coordination == "local":
-        raise ValueError('local:// gives leases, and with coordination="local" there are none: leave that out')
+        raise ValueError('local:// works with leases, which coordination="local" turns off: remove that argument')
 
 
 def _check_key(config: PoolConfig) -> None:
-    """A key that would be needed for sure, and never be sent."""
+    """Reject a key that would certainly be needed but never be sent."""
     if config.api_key is None or config.allow_insecure_key or config.coordination != "leases":
         return
     for endpoint in config.endpoints:

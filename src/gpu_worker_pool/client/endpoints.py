@@ -107,7 +107,7 @@ class Endpoint:
             "retry_in_seconds": None if retry_at is None else max(retry_at - now, 0.0),
         }
 
-    def told(self) -> str:
+    def error_text(self) -> str:
         """For an error about an endpoint that does not answer: its name, URL and last error."""
         return f"{self.endpoint_id} ({self.config.url}): {self.last_error or 'has not answered yet'}"
 

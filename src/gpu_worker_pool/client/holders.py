@@ -36,7 +36,7 @@ class Holder(weakref.ref[GPUAssignment]):
     #: For a worker that is called back. It keeps its own assignment, so that it never looks forgotten.
     worker: tuple[WorkerInfo, GPUAssignment] | None
 
-    def asker_done(self, task: asyncio.Task[Any]) -> None:
+    def requesting_task_done(self, task: asyncio.Task[Any]) -> None:
         """A task whose result is the assignment, as `gather` makes them, passed it on: who uses it is not known."""
         assignment = self()
         # Not `exception()`, after which asyncio would not log an error that nothing else retrieves.
@@ -48,7 +48,7 @@ class Holder(weakref.ref[GPUAssignment]):
 class Holders(dict[str, Holder]):
     """By worker id.
 
-    `asker_finished` is called when an assignment object is gone unreleased and the task that asked has finished too;
+    `on_holder_gone` is called when an assignment object is gone unreleased and the task that asked has finished too;
     `is_outlived` instead, in whatever thread, for one that outlived the loop.
     """
 
@@ -56,12 +56,12 @@ class Holders(dict[str, Holder]):
         self,
         loop: asyncio.AbstractEventLoop,
         is_held: Callable[[Holder], bool],
-        asker_finished: Callable[[Holder], object],
+        on_holder_gone: Callable[[Holder], object],
         is_outlived: Callable[[Holder], object] = lambda _: None,
     ) -> None:
         self._loop = loop
         self._is_held = is_held
-        self._asker_finished = asker_finished
+        self._holder_gone = on_holder_gone
         self._is_outlived = is_outlived
         self._on_dropped = self._dropped
         # Ids that no other pool gives, so that its assignments are not mistaken for ours.
@@ -97,7 +97,7 @@ class Holders(dict[str, Holder]):
             holder.worker = (worker, assignment)
         elif (task := current_task(self._loop)) is not None:
             holder.task = weakref.ref(task)
-            task.add_done_callback(holder.asker_done)
+            task.add_done_callback(holder.requesting_task_done)
         self[lease.request.worker_id] = holder
         return assignment
 
@@ -105,7 +105,7 @@ class Holders(dict[str, Holder]):
         """It was released, or lost."""
         del self[holder.lease.request.worker_id]
         if holder.task is not None and (task := holder.task()) is not None:
-            task.remove_done_callback(holder.asker_done)  # a task may ask any number of times
+            task.remove_done_callback(holder.requesting_task_done)  # a task may ask any number of times
 
     def clear(self) -> None:
         """Watch nothing any more."""
@@ -113,7 +113,7 @@ class Holders(dict[str, Holder]):
             self.remove(holder)
 
     def holder_of(self, assignment: GPUAssignment) -> Holder | None:
-        """Who holds it, or None if nobody does any more. A copy of the assignment will do; another one will not."""
+        """Its holder, or None if it has none any more. A copy of the assignment will do; another one will not."""
         try:
             holder = self.get(assignment.worker_id)
         except AttributeError:
@@ -165,7 +165,7 @@ class Holders(dict[str, Holder]):
 
     def _finished(self, holder: Holder) -> None:
         if self.get(holder.lease.request.worker_id) is holder:  # and the pool has not stopped meanwhile
-            self._asker_finished(holder)
+            self._holder_gone(holder)
 
 
 def assignment_of(lease: Lease) -> GPUAssignment:

@@ -69,8 +69,8 @@ class InProcessService:
     async def _poll(self, request: Request, wait_seconds: float) -> GPUAssignment | None:
         task = self._requests.get(request.request_id)
         if task is None:
-            asking = self._manager.acquire(request.requirements, math.inf, request.label)
-            task = self._requests[request.request_id] = self._loop.create_task(asking)
+            acquiring = self._manager.acquire(request.requirements, math.inf, request.label)
+            task = self._requests[request.request_id] = self._loop.create_task(acquiring)
         # Its first step is all it needs to take what is free.
         await asyncio.wait([task], timeout=wait_seconds)
         return task.result() if task.done() else None

@@ -1,7 +1,6 @@
 """Leases for a client's workers: each request becomes an acquisition, each assignment holds a lease until its release.
 
-In the client's event loop; the acquisitions run in the lease thread, which exists from the first endpoint that gives
-leases on.
+Runs in the client's event loop; the acquisitions run in the lease thread, which is started when it is first needed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from gpu_worker_pool.client.in_process import NAME as IN_PROCESS
 from gpu_worker_pool.client.in_process import InProcessService
 from gpu_worker_pool.client.lease_thread import LeaseThread
 from gpu_worker_pool.client.manager import checked_timeout
-from gpu_worker_pool.client.refusals import MOST_GPUS_TOLD, Refusals
+from gpu_worker_pool.client.refusals import MOST_GPUS_LISTED, Refusals
 from gpu_worker_pool.core import Ended, Request, RequestState, explain_requirements
 from gpu_worker_pool.core.balancing import balancer_for
 from gpu_worker_pool.core.mirror import MirrorPool
@@ -30,7 +29,7 @@ from gpu_worker_pool.errors import (
 )
 from gpu_worker_pool.forks import leave_alone
 from gpu_worker_pool.leases.acquisition import Acquisition, Candidate
-from gpu_worker_pool.leases.lease import requirements_at, sent_as_new
+from gpu_worker_pool.leases.lease import requirements_at, with_new_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class LeasePool:
-    """From a client's start to its stop. `manager` assigns the GPUs of endpoints that give no leases, or not yet."""
+    """Exists from a client's start to its stop. `manager` assigns GPUs of endpoints that give no leases, or not yet."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class LeasePool:
         settings: PoolSettings,
         manager: WorkerPoolManager,
         *,
-        tell_endpoints: Callable[[], str],
+        failing_endpoints: Callable[[], str],
         want_reading: Callable[[str], object],
         on_lease_lost: Callable[[GPUAssignment], object] | None,
     ) -> None:
@@ -62,7 +61,7 @@ class LeasePool:
         self._settings = settings
         self._manager = manager
         self._pool_id = config.pool_id
-        self._refusals = Refusals(tell_endpoints)
+        self._refusals = Refusals(failing_endpoints)
         self._loop = asyncio.get_running_loop()
         self.thread: LeaseThread | None = None
         #: What is known of the servers that give leases: their readings, the leases held there, our own waiters.
@@ -70,7 +69,7 @@ class LeasePool:
         self._balancer = balancer_for(settings.strategy)
         #: By endpoint id, in the order in which they were found to give leases.
         self._endpoints: dict[str, LeaseEndpoint] = {}
-        #: Why the others cannot be used at all.
+        #: By endpoint id: why an endpoint cannot be used at all.
         self._refused: dict[str, GPUWorkerPoolError] = {}
         self._acquisitions: dict[Acquisition, Waiter] = {}
         self._leases = AssignedLeases(
@@ -80,9 +79,9 @@ class LeasePool:
             want_reading=want_reading,
             on_lease_lost=on_lease_lost,
         )
-        #: Endpoints that show only GPUs of others: two servers of one host would promise each of them twice.
+        #: Endpoints that list only GPUs of other endpoints: two servers on one host would grant each GPU twice.
         self._shadows: set[str] = set()
-        #: Whether there are endpoints, or may be, whose GPUs are assigned in process.
+        #: Whether this process assigns, or may have to assign, the GPUs of any endpoint.
         self._has_in_process = True
         self._has_given_leases = False
         self._in_process = InProcessService(manager, self._loop)
@@ -90,13 +89,13 @@ class LeasePool:
     # --- life ---
 
     async def stop(self) -> None:
-        """End every request that waits, and give back whatever is held."""
+        """End every waiting request, and give back every lease."""
         thread = self.thread
         self._leases.stop()
         if thread is not None:
             for acquisition in self._acquisitions:
                 thread.call(acquisition.withdraw)
-            over = asyncio.wrap_future(thread.want_stop())
+            over = asyncio.wrap_future(thread.request_stop())
             try:
                 await asyncio.shield(over)
             finally:
@@ -104,13 +103,13 @@ class LeasePool:
                     thread.join()
 
     def forget(self) -> None:
-        """The event loop is closed; what was held for its tasks is given back, and nobody waits for that."""
+        """The event loop is closed: give back the leases of its tasks, without waiting for that."""
         self._leases.forget()
         if self.thread is not None:
-            self.thread.want_stop()
+            self.thread.request_stop()
 
     def forked(self) -> None:
-        """In a child process: the parent holds the leases, and continues all that was begun."""
+        """In a forked child: the parent keeps the leases and continues its requests."""
         leave_alone(self)
         self._leases.forget()
 
@@ -119,7 +118,7 @@ class LeasePool:
     def start_thread(self) -> LeaseThread:
         if self.thread is None:
             self.thread = self._leases.thread = LeaseThread(self._leases.lost_in_thread)
-            self.thread.close_with(self._leases.no_more_losses)
+            self.thread.close_with(self._leases.stop_reporting_losses)
             self.thread.start()
             self._in_process_endpoint = self.thread.engine.endpoint(self._in_process)
         return self.thread
@@ -135,13 +134,13 @@ class LeasePool:
             self._join(acquisition, endpoint_id, waiter.request)
 
     def refused(self, endpoint_id: str, error: GPUWorkerPoolError) -> None:
-        """An endpoint gives none, and must not be used without."""
+        """An endpoint gives no leases, and must not be used without them."""
         self._refused[endpoint_id] = error
         for acquisition in self._acquisitions:
             self.start_thread().call(acquisition.refuse, endpoint_id, error)
 
     def removed(self, endpoint_id: str) -> None:
-        """It is not asked any more; what is held there stays so until it is released."""
+        """It gets no more requests; leases held there last until they are released."""
         self._endpoints.pop(endpoint_id, None)
         self._refused.pop(endpoint_id, None)
         for acquisition in self._acquisitions:
@@ -151,14 +150,14 @@ class LeasePool:
         """It has sent its readings: a failing endpoint may be asked again."""
         endpoint = self._endpoints.get(endpoint_id)
         if endpoint is not None and endpoint.is_failing and self.thread is not None:
-            self.thread.call(endpoint.is_back)
+            self.thread.call(endpoint.returned)
 
     def set_shadow(self, endpoint_id: str, *, is_shadow: bool) -> None:
-        """Whether it shows only GPUs of others."""
+        """Whether it lists only GPUs of other endpoints."""
         (self._shadows.add if is_shadow else self._shadows.discard)(endpoint_id)
 
     def set_in_process(self, *, has_endpoints: bool) -> None:
-        """Whether there are endpoints, or may be, whose GPUs are assigned in process."""
+        """Whether this process assigns, or may have to assign, the GPUs of any endpoint."""
         self._has_in_process = has_endpoints
         for acquisition, waiter in self._acquisitions.items():
             if has_endpoints:
@@ -175,7 +174,7 @@ class LeasePool:
 
     @property
     def is_needed(self) -> bool:
-        """Whether any endpoint gives leases, gave some before it was removed, or must not be used without."""
+        """Whether any endpoint gives leases, gave some before it was removed, or must not be used without them."""
         return self._has_given_leases or bool(self._refused)
 
     # --- requesting ---
@@ -203,7 +202,7 @@ class LeasePool:
                     ended = Ended(name, RequestState.STOPPED)
                     raise self._refusals.error_of(view, request, ended, manager.now - begun_at) from None
                 except asyncio.CancelledError:
-                    # It may have been granted in this very moment.
+                    # It may have been granted at the same moment.
                     thread.call(acquisition.withdraw)
                     raise
                 finally:
@@ -216,7 +215,7 @@ class LeasePool:
                     manager.grants[pool_id] = manager.grants.get(pool_id, 0) + 1
                     return self._leases.hand_over(held, waiter, was_blocked=acquisition.was_blocked)
         finally:
-            view.wait_no_more(waiter)
+            view.stop_waiting(waiter)
 
     def _acquisition(self, thread: LeaseThread, request: Request, timeout_seconds: float) -> Acquisition:
         requirements, now = request.requirements, self._manager.now
@@ -224,7 +223,7 @@ class LeasePool:
         if self._has_in_process:
             able += _able_endpoints(self._manager.pool.allocator, requirements, now)
         names = {self._pool_id(name): name for name in self._endpoints if name not in self._shadows}
-        # All that is assigned in process is one candidate, whichever of its endpoints is best.
+        # All endpoints assigned in process are one candidate, ranked as the best of them.
         ranked = dict.fromkeys(names.get(state.endpoint_id, IN_PROCESS) for state in self._in_order(able))
         first = [name for name in ranked if name != IN_PROCESS or self._has_in_process]
         then = [name for name in names.values() if name not in ranked]
@@ -244,18 +243,18 @@ class LeasePool:
         return acquisition
 
     def _in_order(self, endpoints: Iterable[EndpointState]) -> list[EndpointState]:
-        """As the balancing strategy ranks them; of equals, which may be of different pools, the first is better."""
+        """Best first, by the balancing strategy; equals, perhaps from different pools, keep their order."""
         return sorted(endpoints, key=lambda endpoint: self._balancer.rank(endpoint)[:-1])
 
     def _candidate(self, name: str, request: Request, free: Collection[str] = ()) -> Candidate | GPUWorkerPoolError:
-        """The request as that endpoint is asked, or why that makes no sense."""
+        """The endpoint and the request as it is sent there, or why it cannot be sent there."""
         if name == IN_PROCESS:
             return Candidate(self._in_process_endpoint, replace(request, ttl_seconds=None))
         requirements = requirements_at(name, request.requirements)
         if requirements is None:
             named = ", ".join(request.requirements.only or ())
             return ImpossibleRequestError(reasons=(f"{name}: none of its GPUs is among {named}",))
-        if not requirements.share:  # for sharing requests, thresholds count only where they are named
+        if not requirements.share:  # a sharing request has only the thresholds that it sets itself
             requirements = replace(
                 requirements,
                 memory_threshold=self._settings.memory_threshold_percent,
@@ -263,7 +262,7 @@ class LeasePool:
             )
         return Candidate(
             self._endpoints[name],
-            sent_as_new(replace(request, requirements=requirements)),
+            with_new_id(replace(request, requirements=requirements)),
             is_busy=name not in free,
             is_answering=self._is_answering(name),
         )
@@ -286,42 +285,46 @@ class LeasePool:
         pool = self.view if self._endpoints else self._manager.pool
         ended = Ended(request.request_id, RequestState.TIMED_OUT)
         requests = acquisition.requests
-        # The server knows who holds what, and has said so.
+        # The server's reasons are better: it knows the holders.
         is_explained = any(each.waiting is not None and each.waiting.reasons for each in requests.values())
         error = self._refusals.error_of(pool, request, ended, waited_seconds, "" if is_explained else None)
-        is_heard, details = IN_PROCESS in requests, ""
-        if is_heard and self._endpoints:
+        has_answer, details = IN_PROCESS in requests, ""
+        if has_answer and self._endpoints:
             here = explain_requirements(self._manager.pool, request.requirements, self._manager.now)
-            details = "".join(f"\n  {gpu}" for gpu in here.gpus[:MOST_GPUS_TOLD])
+            details = "".join(f"\n  {gpu}" for gpu in here.gpus[:MOST_GPUS_LISTED])
         details += "".join(f"\n  {name}: {why}" for name, why in acquisition.refused.items())
         for name, each in requests.items():
             said = each.error or each.trouble or each.endpoint.last_error
             if said is not None and not isinstance(said, WorkerTimeoutError):
                 details += f"\n  {name}: {said}"
             elif each.waiting is not None:
-                is_heard = True
+                has_answer = True
                 details += f"\n  {name}: {_shown(each.waiting)}" if name != IN_PROCESS else ""
             elif self._is_answering(name):
                 details += f"\n  {name}: does not answer lease requests"
-        if (requests or acquisition.refused) and not is_heard and not isinstance(error, ServiceUnavailableTimeoutError):
+        if (
+            (requests or acquisition.refused)
+            and not has_answer
+            and not isinstance(error, ServiceUnavailableTimeoutError)
+        ):
             return ServiceUnavailableTimeoutError(f"{error}{details}")
         return type(error)(f"{error}{details}")
 
     # --- giving back ---
 
     async def release_gpu(self, assignment: GPUAssignment) -> None:
-        """Twice is harmless; `StaleAssignmentError` if it was lost before."""
+        """Releasing twice is harmless; raises `StaleAssignmentError` if it was lost before."""
         _ = self._manager.pool  # raises if it cannot be used
         if getattr(assignment, "lease_id", None) is None:
             await self._manager.release_gpu(assignment)
         else:
             await self._leases.release(assignment)
 
-    # --- looking ---
+    # --- queries ---
 
     @property
     def waiting(self) -> list[Waiter]:
-        """Those that wait in no queue of this process, in order."""
+        """The waiters that are not in this process's own queue, in order."""
         waiters = [
             each for each in self._acquisitions.values() if not self._in_process.is_waiting(each.request.request_id)
         ]
@@ -332,7 +335,7 @@ class LeasePool:
 
 
 def _able_endpoints(allocator: GPUAllocator, requirements: Requirements, now: float) -> list[EndpointState]:
-    """Those whose readings meet the requirements; only their servers know whether they can grant them."""
+    """Endpoints whose readings meet the requirements; only their servers know whether they can grant the request."""
     if allocator.is_any_gpu(requirements):
         return [each for each in allocator.endpoints.values() if len(each.free) and allocator.is_fresh(each, now)]
     return [
@@ -345,5 +348,5 @@ def _able_endpoints(allocator: GPUAllocator, requirements: Requirements, now: fl
 def _shown(waiting: StillWaiting) -> str:
     """The place in the queue, and why, GPU by GPU."""
     place = f"number {waiting.position} in line" if waiting.position else ""
-    summary, gpus = waiting.reasons[:1], waiting.reasons[1 : 1 + MOST_GPUS_TOLD]
+    summary, gpus = waiting.reasons[:1], waiting.reasons[1 : 1 + MOST_GPUS_LISTED]
     return "\n    ".join(["; ".join(filter(None, (place, *summary))), *gpus])

@@ -77,7 +77,7 @@ class LeaseThread:
             done.set_exception(PoolStoppedError("the client has been stopped"))
         return done
 
-    def want_stop(self) -> concurrent.futures.Future[None]:
+    def request_stop(self) -> concurrent.futures.Future[None]:
         """Give back everything that is held, and end. Returns at once: garbage is collected in any thread."""
         self.call(self._is_stop_wanted.set)
         return self._over
@@ -90,7 +90,7 @@ class LeaseThread:
     def exit(self) -> None:
         """The program ends: give back what can be given back quickly."""
         if self.is_here:
-            self.want_stop()
+            self.request_stop()
             self._thread.join(engine.STOP_SECONDS + 1.0)
 
     # --- in its own thread ---

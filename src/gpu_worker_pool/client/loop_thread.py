@@ -78,7 +78,7 @@ class LoopThread:
         #: Unreleased assignments by worker id.
         self._held: dict[str, ref[GPUAssignment]] = {}
         #: A client that is dropped without `stop` stops too; `_exit` handles the exit.
-        self._owner_dropped = finalize(owner, self.want_stop)
+        self._owner_dropped = finalize(owner, self.request_stop)
         self._owner_dropped.atexit = False
         # A daemon: a client that was not stopped must not keep the program running.
         self._thread = threading.Thread(target=self._run, name="gpu-worker-pool", daemon=True)
@@ -153,13 +153,13 @@ class LoopThread:
         with suppress(RuntimeError):  # the loop is closed, and everything has ended
             self._loop.call_soon_threadsafe(function, *args)
 
-    def want_stop(self) -> None:
+    def request_stop(self) -> None:
         """Returns at once and takes no lock: the garbage collector may call it in any thread at any moment."""
         if self.pid == os.getpid():
             self._tell(self._is_stop_wanted.set)
 
     def stop(self) -> None:
-        self.want_stop()
+        self.request_stop()
         if self._thread.ident is None:  # interrupted before the start
             self._close()
             self._loop.close()
@@ -170,7 +170,7 @@ class LoopThread:
         """At exit: threads that still wait are daemons and are abandoned, as the interpreter does."""
         if self.pid == os.getpid():
             self._is_exiting = True
-            self.want_stop()
+            self.request_stop()
             self._thread.join(EXIT_SECONDS)
 
     # --- in the loop's own thread ---

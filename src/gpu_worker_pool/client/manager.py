@@ -1,7 +1,7 @@
 """The pool in one process: turns calls into events, performs the effects, and decides nothing itself.
 
-It belongs to one event loop and may be called from that loop's thread only. Readings come from whoever has them:
-`update_stats` and `observe` take them by hand, `on_reading_wanted` is called when a fresh one is worth taking.
+It belongs to one event loop and may be called from that loop's thread only. Callers pass readings to
+`update_stats` or `observe`; `on_reading_wanted` is called when a fresh one would help.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ class WorkerPoolManager:
         worker_timeout: float | None = 300.0,
         max_assignment_age_seconds: float | None = None,
         on_reading_wanted: Callable[[str], object] | None = None,
-        tell_endpoints: Callable[[], str] = str,
+        failing_endpoints: Callable[[], str] = str,
         clock: Clock | None = None,
     ) -> None:
-        """`settings` decides everything that `config` would, and more; `worker_timeout=None` waits for ever.
+        """`settings` replaces `config`, and can set more. With `worker_timeout=None` requests wait for ever.
 
         `max_assignment_age_seconds` takes GPUs back from workers that have had them for longer, once readings show
-        them empty. It is off unless given: training runs for days. `tell_endpoints` says who was asked for readings,
-        and what came of it, for errors.
+        them empty. It is off by default: training runs for days. `failing_endpoints` lists the endpoints that do not
+        answer, with their errors, for error messages.
         """
         if settings is None:
             config = config or EnvironmentConfigurationManager()
@@ -108,7 +108,7 @@ class WorkerPoolManager:
             )
             if isinstance(config, MultiEndpointConfigurationManager):
                 settings = replace(settings, strategy=config.get_load_balancing_strategy())
-        # Within one process no id comes twice: only what went wrong is remembered, for late messages.
+        # Ids never repeat within one process, so only failures are remembered, for late calls.
         at_most = settings.remember_at_most or REMEMBERED_OUTCOMES
         settings = replace(settings, remember_at_most=at_most, remembers_releases=False)
         if worker_timeout is not None and not worker_timeout >= 0:
@@ -119,7 +119,7 @@ class WorkerPoolManager:
         self._worker_timeout = worker_timeout
         self._max_assignment_age_seconds = max_assignment_age_seconds
         self._on_reading_wanted = on_reading_wanted
-        self._refusals = Refusals(tell_endpoints)
+        self._refusals = Refusals(failing_endpoints)
         self._given_clock = clock
         self._pool: Pool | None = None
 
@@ -132,21 +132,21 @@ class WorkerPoolManager:
         self._thread = get_ident()
         self._clock: Clock = self._given_clock or LoopClock(self._loop)
         self._now = self._clock.now
-        #: Those who wait in `request_gpu`, and those who want to be called back.
+        #: By request id: the futures awaited in `request_gpu`, and the workers that get a callback.
         self._answers: dict[str, asyncio.Future[Lease | Ended]] = {}
         self._workers: dict[str, tuple[Request, WorkerInfo, float]] = {}
         self._waiting_workers: set[str] = set()
-        self._holders = Holders(self._loop, self._is_held, self._asker_finished)
+        self._holders = Holders(self._loop, self._is_held, self._holder_gone)
         self._timer: Timer | None = None
         self._timer_at = 0.0
-        #: Asked for with every reading, not with every request.
-        self._is_talkative = pool_events.is_wanted()
+        #: Whether events are logged. Checked at each reading, not at each request, to save time.
+        self._logs_events = pool_events.is_wanted()
         self._pool = Pool(self._settings)
-        #: How often each of several endpoints was granted a request.
+        #: Number of grants by endpoint id.
         self.grants: dict[str, int] = {}
 
     async def stop(self) -> None:
-        """End every request that waits. Does nothing to a manager that is not started."""
+        """End every waiting request. Does nothing if the manager is not started."""
         if self._pool is None:
             return
         self._running_pool()
@@ -171,17 +171,17 @@ class WorkerPoolManager:
         return self._pool is not None and self._loop.is_closed()
 
     def forget(self) -> None:
-        """For one that is abandoned, or a forked copy: nobody who waited in that loop is left to be told."""
+        """Drop everything without notifying waiters: their loop is closed, or they are in the parent process."""
         self._holders.clear()
         self._pool = None
 
-    def check_here(self) -> None:
-        """Raise if this is not where it may be called from, before anything has changed."""
+    def check_thread(self) -> None:
+        """Raise `WrongThreadError` in another thread or event loop, before anything has changed."""
         if self._pool is None:
             return
         try:
             loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-        except RuntimeError:  # none runs, and so none can be the wrong one
+        except RuntimeError:  # no loop is running, so it is not a wrong one
             loop = None
         if get_ident() != self._thread or loop not in (None, self._loop):
             raise WrongThreadError
@@ -195,7 +195,7 @@ class WorkerPoolManager:
     ) -> None:
         await self.stop()
 
-    # ---- Asking
+    # ---- Requesting
 
     async def request_gpu(
         self,
@@ -212,7 +212,7 @@ class WorkerPoolManager:
         policy: Policy = "thresholds",
         label: str | None = None,
     ) -> GPUAssignment:
-        """Wait for a GPU, or several of one host, and have it until `release_gpu`.
+        """Wait for a GPU, or several on one host, and hold it until `release_gpu`.
 
         Raises `WorkerTimeoutError` after `timeout` seconds (the pool's `worker_timeout` if None),
         `ImpossibleRequestError` at once if no GPU can ever serve it, `PoolStoppedError` if the pool stops meanwhile.
@@ -236,11 +236,11 @@ class WorkerPoolManager:
         self._answers[request.request_id] = answer = self._loop.create_future()
         try:
             self._perform_all(effects)
-            if self._is_talkative and not answer.done():
+            if self._logs_events and not answer.done():
                 pool_events.blocked(name, requirements, len(pool.queue) - 1, pool.allocator.available(now))
             answered = await answer
         except BaseException:
-            # Cancelled or thrown away; whether it was granted in this very step, the pool knows, and takes it back.
+            # Cancelled, or the coroutine was closed. If it was granted at the same moment, the pool takes the GPU back.
             self._answers.pop(name, None)
             self._take_back(pool, name)
             raise
@@ -252,18 +252,18 @@ class WorkerPoolManager:
 
     def _take_back(self, pool: Pool, request_id: str) -> None:
         if self._pool is pool:
-            with suppress(RuntimeError):  # the loop is closed: nobody can be told, and nothing is kept
+            with suppress(RuntimeError):  # the loop is closed: no waiter is left to notify
                 self._apply(Cancelled(request_id))
 
     def enqueue_worker(
         self, worker: WorkerInfo, timeout: float | None = None, requirements: Requirements = ANY_GPU
     ) -> None:
-        """Ask on behalf of a worker that wants to be called back; `release_worker` gives its GPU back."""
+        """Request a GPU for a worker that is notified by a callback; `release_worker` gives the GPU back."""
         pool = self._running_pool()
         if iscoroutinefunction(worker.callback) or iscoroutinefunction(worker.on_error):
             raise ValueError(f"the callbacks of worker {worker.id!r} are called, not awaited: use plain functions")
         if worker.id in self._holders or worker.id in self._waiting_workers:
-            raise ValueError(f"worker {worker.id!r} waits or holds a GPU already")
+            raise ValueError(f"worker {worker.id!r} already waits for a GPU or holds one")
         name = self._holders.new_worker_id()
         request = Request(name, requirements, worker.id, "", None, self._max_assignment_age_seconds)
         now = self._now()
@@ -283,14 +283,14 @@ class WorkerPoolManager:
         assignment = self._holders.hand_over(lease, worker=worker)
         if endpoint_id := lease.endpoint_id:
             self.grants[endpoint_id] = self.grants.get(endpoint_id, 0) + 1
-        if self._is_talkative:
+        if self._logs_events:
             pool_events.assigned(lease)
         return assignment
 
     # ---- Giving back
 
     async def release_gpu(self, assignment: GPUAssignment) -> None:
-        """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back before."""
+        """Give a GPU back. Releasing twice is harmless; `StaleAssignmentError` if it was taken back before."""
         pool = self._pool
         if pool is None or get_ident() != self._thread:
             raise self._unusable()
@@ -301,7 +301,7 @@ class WorkerPoolManager:
             self._release(pool, holder)
 
     def release_worker(self, worker_id: str) -> None:
-        """Give back what a worker has that was enqueued to be called back."""
+        """Give back the GPU of a worker that was enqueued by `enqueue_worker`."""
         pool = self._running_pool()
         holder = self._holders.get(worker_id)
         if holder is None:
@@ -317,11 +317,11 @@ class WorkerPoolManager:
             raise StaleAssignmentError(f"{lease.request.worker_id}: {error}") from None
         if effects:
             self._perform_all(effects)
-        if self._is_talkative:
+        if self._logs_events:
             pool_events.released(lease, self._now() - lease.granted_at)
 
     def _check_already_released(self, pool: Pool, assignment: GPUAssignment) -> None:
-        """Nobody holds it: harmless if it was released, an error if it was lost or never ours."""
+        """For an assignment without a holder: harmless if it was released, an error if it was lost or never ours."""
         worker_id = assignment.worker_id
         known = pool.requests.get(worker_id)
         if isinstance(known, Outcome) and known.lease_state in (LeaseState.RECLAIMED, LeaseState.LOST):
@@ -335,44 +335,44 @@ class WorkerPoolManager:
         self._holders.check_ours(worker_id)
 
     def _is_held(self, holder: Holder) -> bool:
-        """Not if it was taken back before, which was reported."""
+        """False if it was already taken back; that has been reported."""
         known = None if self._pool is None else self._pool.leases.lookup(holder.lease.lease_id)
         return known is not None and known.is_live
 
-    def _asker_finished(self, holder: Holder) -> None:
+    def _holder_gone(self, holder: Holder) -> None:
         if self._pool is not None and holder.lease.lease_id in self._pool.leases.by_id:
             self._apply(HolderGone(holder.lease.lease_id))
 
     # ---- Readings
 
     def update_stats(self, stats: GPUStats, *, endpoint_id: str = "", age_seconds: float = 0.0) -> None:
-        """Take in what a GPU statistics server said so many seconds ago."""
+        """Take in the answer of a GPU statistics server to a request sent `age_seconds` ago."""
         readings = readings_of(stats, endpoint_id)
         self.observe(readings, endpoint_id=endpoint_id, age_seconds=age_seconds + stats.sample_age_seconds)
 
     def observe(self, readings: Iterable[Reading], *, endpoint_id: str = "", age_seconds: float = 0.0) -> None:
-        """Take in readings of all GPUs of an endpoint, begun so many seconds ago."""
+        """Take in readings of all GPUs of an endpoint; reading them began `age_seconds` ago."""
         self._running_pool()
         if not age_seconds >= 0:
             raise ValueError(f"age_seconds must be 0 or more, not {age_seconds!r}")
         readings = tuple(readings)
         for reading in readings:
-            # Assignments are named by these; better to refuse a reading than a worker.
+            # Assignments use these ids: better to reject the reading now than to fail a worker later.
             if endpoint_id and reading.gpu_id != (name := make_global_gpu_id(endpoint_id, reading.index)):
-                raise ValueError(f"gpu_id must be {name!r} here, endpoint and index, not {reading.gpu_id!r}")
-        self._is_talkative = pool_events.is_wanted()
+                raise ValueError(f"gpu_id must be endpoint and index, {name!r}, not {reading.gpu_id!r}")
+        self._logs_events = pool_events.is_wanted()
         self._refusals.forget()
         self._apply(Observed(endpoint_id, readings, self._now() - age_seconds))
 
     def endpoint_lost(self, endpoint_id: str = "", *, is_removed: bool = False) -> None:
-        """An endpoint does not answer, or not yet: nothing is assigned there until it is read.
+        """An endpoint does not answer, or not yet: nothing is assigned there until its readings arrive.
 
-        Until then nobody can know what it has, so that no request is called impossible; unless it is removed.
+        Until then its GPUs are unknown, so no request is rejected as impossible, unless the endpoint is removed.
         """
         self._running_pool()
         self._apply(Unreachable(endpoint_id, is_removed))
 
-    # ---- Looking
+    # ---- Queries
 
     def get_pool_status(self) -> PoolStatus:
         pool = self._running_pool()
@@ -381,7 +381,7 @@ class WorkerPoolManager:
 
     @property
     def pool(self) -> Pool:
-        """To look at, in this moment; only the manager changes it."""
+        """The pool as it is now, for reading only: only the manager changes it."""
         return self._running_pool()
 
     @property
@@ -389,21 +389,21 @@ class WorkerPoolManager:
         return self._now()
 
     def explain(self, **requirements: Any) -> Explanation:
-        """Why somebody who asked for this now would wait: GPU by GPU, with the numbers."""
+        """Why a request with these requirements would wait now: GPU by GPU, with the numbers."""
         return explain_requirements(self._running_pool(), Requirements(**requirements), self._now())
 
     # ---- Effects
 
     def _apply(self, event: Event) -> None:
-        assert self._pool is not None  # whoever calls this has looked
+        assert self._pool is not None  # every caller has checked
         self._perform_all(self._pool.apply(event, self._now()))
 
     def _perform_all(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Granted):
-                self._tell_granted(effect.lease)
+                self._notify_granted(effect.lease)
             elif isinstance(effect, Ended):
-                self._tell_ended(effect)
+                self._notify_ended(effect)
             elif isinstance(effect, WakeAt):
                 self._wake_at(effect.at)
             elif isinstance(effect, ReadingWanted):
@@ -416,10 +416,10 @@ class WorkerPoolManager:
             try:
                 self._on_reading_wanted(endpoint_id)
             except Exception:
-                # Whoever reads may fail; those to whom something was granted must be told all the same.
-                _log.exception("no fresh reading of %s", endpoint_id or "the GPUs")
+                # The callback may fail, but the other effects, such as grants, must still be performed.
+                _log.exception("could not request a fresh reading of %s", endpoint_id or "the GPUs")
 
-    def _tell_granted(self, lease: Lease) -> None:
+    def _notify_granted(self, lease: Lease) -> None:
         request_id = lease.request.request_id
         answer = self._answers.pop(request_id, None)
         if answer is None:
@@ -431,7 +431,7 @@ class WorkerPoolManager:
             answer.set_result(lease)
         # else it was cancelled, and gives the GPU back itself as soon as it runs
 
-    def _tell_ended(self, ended: Ended) -> None:
+    def _notify_ended(self, ended: Ended) -> None:
         answer = self._answers.pop(ended.request_id, None)
         if answer is not None:
             if not answer.done():
@@ -442,7 +442,7 @@ class WorkerPoolManager:
             waited = self._now() - asked_at
             error = self._refusals.error_of(self._running_pool(), request, ended, waited)
             self._loop.call_soon(worker.on_error, error)
-        # else it was cancelled, and knows
+        # else it was cancelled, and its caller knows
 
     def _tell_lost(self, effect: LeaseEnded) -> None:
         worker_id = effect.lease.request.worker_id
@@ -465,10 +465,10 @@ class WorkerPoolManager:
     def _tick(self) -> None:
         self._timer = None
         if self._pool is not None:
-            # Loops round: a timer may come a moment early, and what is due must not wait for the next one.
+            # Event loops round times: a timer may fire a little early, and must still count as due.
             self._perform_all(self._pool.apply(Ticked(), max(self._now(), self._timer_at)))
 
-    # ---- Whether it may be called at all
+    # ---- Checks
 
     def _running_pool(self) -> Pool:
         if self._pool is None or get_ident() != self._thread:
@@ -480,7 +480,7 @@ class WorkerPoolManager:
 
 
 def readings_of(stats: GPUStats, endpoint_id: str = "") -> list[Reading]:
-    """What a GPU statistics server said, as the core understands it."""
+    """The answer of a GPU statistics server as readings for the core."""
     return [
         Reading(
             gpu_id=gpu_id_in_pool(endpoint_id, info.gpu_id),
@@ -493,7 +493,7 @@ def readings_of(stats: GPUStats, endpoint_id: str = "") -> list[Reading]:
             utilization_percent=info.utilization_percent,
             reports_utilization=info.reports_utilization,
             fault=info.fault,
-            # How many says who only where there are none.
+            # A count identifies the processes only when it is zero.
             processes=() if info.process_count == 0 else None,
             is_leased_elsewhere=info.leased,
         )

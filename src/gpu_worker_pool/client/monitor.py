@@ -1,7 +1,7 @@
 """Monitors: poll endpoints at an interval and pass their statistics on.
 
 Each endpoint has one fetch in flight at a time. A slow endpoint delays no other. The breaker decides when a failing
-endpoint is polled; of an endpoint that comes back, the GPUs join the pool gradually.
+endpoint is polled; when an endpoint comes back, its GPUs join the pool gradually.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GPUMonitor:
 
     `on_stats(endpoint, fetched, since_return)` and `on_lost(endpoint)` are called in the loop's thread;
     `since_return` is the time since the endpoint came back, or None. `callbacks`, a list that several monitors may
-    share, and those given to `add_callback` get the statistics alone.
+    share, and those given to `add_callback` get only the statistics.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class GPUMonitor:
         #: When the endpoint came back; None once all its GPUs are in the pool.
         self._returned_at: float | None = None
         self._problems: tuple[str, ...] = ()
-        self._has_verdict = False
+        self._has_outcome = False
         self._bug = ""
         self._task: asyncio.Task[None] | None = None
 
@@ -142,12 +142,12 @@ class GPUMonitor:
         state = breaker.state(time.monotonic())
         if not breaker.try_enter(time.monotonic()):
             return False
-        self._has_verdict = False
+        self._has_outcome = False
         silence = self._watch_for_silence()
         try:
             await self._poll(is_probe=state is BreakerState.HALF_OPEN)
         except Exception as error:
-            # A bug of ours or of a callback: the monitor must go on, and the turn must not look like a good one.
+            # A bug here or in a callback: the monitor must continue, and the turn must not count as a success.
             if repr(error) != self._bug:
                 self._bug = repr(error)
                 logger.exception("polling %s failed", self.endpoint.endpoint_id)
@@ -156,13 +156,13 @@ class GPUMonitor:
         finally:
             if silence is not None:
                 silence.cancel()
-            if not self._has_verdict:
+            if not self._has_outcome:
                 breaker.left()
         self._log_breaker(state)
         return True
 
     def _watch_for_silence(self) -> asyncio.TimerHandle | None:
-        """A healthy endpoint that stops answering is lost before its last retry has timed out."""
+        """Declare a healthy endpoint lost when it stops answering, even before its last retry times out."""
         answered_at = self.endpoint.answered_at
         if answered_at is None or self.endpoint.is_lost:
             return None
@@ -186,7 +186,7 @@ class GPUMonitor:
                 # It answers, so the breaker stays closed; but it cannot be used.
                 self.endpoint.failed(error)
                 breaker.succeeded()
-                self._has_verdict = True
+                self._has_outcome = True
                 self._lose(error)
                 return
             except RetryableError as error:
@@ -198,14 +198,14 @@ class GPUMonitor:
                     now = time.monotonic()
                     breaker.failed(now, self._draw(), not_before=now + (asked_for or 0.0))
                     breaker.probe_by(now + self._health_check_interval)
-                    self._has_verdict = True
+                    self._has_outcome = True
                     self._lose(error)
                     return
                 attempt += 1
                 await asyncio.sleep(delay)
             else:
                 breaker.succeeded()
-                self._has_verdict = True
+                self._has_outcome = True
                 self._take(fetched)
                 return
 
@@ -223,7 +223,7 @@ class GPUMonitor:
         endpoint_id, after = self.endpoint.endpoint_id, self.endpoint.breaker.state(time.monotonic())
         if after is not before:
             extra = {"event": "breaker", "endpoint_id": endpoint_id, "before": before.value, "after": after.value}
-            logger.info("the breaker of %s was %s and is %s", endpoint_id, before.value, after.value, extra=extra)
+            logger.info("the breaker of %s changed from %s to %s", endpoint_id, before.value, after.value, extra=extra)
 
     # --- outcomes ---
 
@@ -291,14 +291,14 @@ class MultiEndpointGPUMonitor:
         monitor.start()
 
     def remove(self, endpoint_id: str) -> GPUMonitor:
-        """Leaves it to the caller to stop it."""
+        """The caller must stop it."""
         return self._monitors.pop(endpoint_id)
 
     def get(self, endpoint_id: str) -> GPUMonitor | None:
         return self._monitors.get(endpoint_id)
 
     async def next_fetches(self, timeout_seconds: float) -> None:
-        """Wait until every endpoint has been polled once more, at most that long."""
+        """Wait until every endpoint has been polled once more, or the timeout expires."""
         waiting = [asyncio.ensure_future(monitor.next_fetch()) for monitor in self._monitors.values()]
         if not waiting:
             return

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core import Ended, Pool, Request, Requirements
 
 #: The most GPUs that one error lists.
-MOST_GPUS_TOLD = 16
+MOST_GPUS_LISTED = 16
 
 
 class Refusals:
@@ -28,7 +28,7 @@ class Refusals:
 
     def __init__(self, failing_endpoints: Callable[[], str]) -> None:
         self._failing_endpoints = failing_endpoints
-        #: Explanations by requirements, cached for one moment.
+        #: Explanations by requirements, cached for one state of the pool.
         self._explained_at: object = None
         self._explained: dict[Requirements, str] = {}
 
@@ -67,7 +67,7 @@ class Refusals:
         text = self._explained.get(requirements)
         if text is None:
             gpus = explain_requirements(pool, requirements, pool.now).gpus
-            shown = "".join(f"\n  {gpu}" for gpu in gpus[:MOST_GPUS_TOLD])
-            more = f"\n  and {len(gpus) - MOST_GPUS_TOLD} more" if len(gpus) > MOST_GPUS_TOLD else ""
+            shown = "".join(f"\n  {gpu}" for gpu in gpus[:MOST_GPUS_LISTED])
+            more = f"\n  and {len(gpus) - MOST_GPUS_LISTED} more" if len(gpus) > MOST_GPUS_LISTED else ""
             text = self._explained[requirements] = f"{shown}{more}" if gpus else " there are no GPUs"
         return text

@@ -28,7 +28,7 @@ def assign(pool: Pool, now: float) -> None:
         gpus = _choose(pool, request_class, withheld, now) if pool.improved or not request_class.tried else None
         if gpus is not None:
             pool.grant_waiter(waiter, gpus, now)
-            # An earlier waiter may now have a reason to reserve: it may lack only what was granted just now.
+            # Perhaps GPUs can be reserved for an earlier waiter now, including the one just granted, once it is free.
             _reserve_for_first(pool, overtaken, withheld, now)
             continue
         request_class.tried = True
@@ -41,7 +41,7 @@ def assign(pool: Pool, now: float) -> None:
 
 
 def _serve(pool: Pool, request_class: RequestClass, now: float) -> None:
-    """The same where there is one request class, as there mostly is: no waiter can be overtaken."""
+    """The same for a single request class, the usual case, in which no waiter can be overtaken."""
     while request_class.waiters:
         gpus = pool.allocator.best_free((), now) if request_class.is_any_gpu else _choose(pool, request_class, (), now)
         if gpus is None:

@@ -17,7 +17,7 @@ def trace_of(lease: Lease, gpu: GPUResourceState, settings: PoolSettings) -> str
         return None
     reading = gpu.reading
     if reading is None or lease.quarantine is None or gpu.endpoint.begun_at <= lease.quarantine.since:
-        return "not read since"
+        return "not read since the lease ended"
     before = lease.held[lease.gpu_ids.index(gpu.gpu_id)]
     others = [other for other in gpu.leases.values() if other.lease_id != lease.lease_id]
     if others:
@@ -53,4 +53,4 @@ def _trace_beside(others: list[Lease], before: HeldGPU, reading: Reading, settin
         return f"cannot be distinguished from what {others[0].worker} uses"
     limit = before.memory_used_mb + sum(filter(None, declared_mb)) + settings.returned_memory_slack_mb
     used = reading.memory_used_mb
-    return f"{used:.0f} MB used, {limit:.0f} MB expected beside {others[0].worker}" if used > limit else None
+    return f"{used:.0f} MB used, {limit:.0f} MB expected with {others[0].worker}" if used > limit else None

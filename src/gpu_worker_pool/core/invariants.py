@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def must(is_so: object, otherwise: str) -> None:
-    # Not an assert statement: `python -O` would leave nothing of this file.
+    # Not an assert statement: `python -O` would remove every check in this file.
     if not is_so:
         raise AssertionError(otherwise)
 
 
 def check_invariants(pool: Pool) -> None:
-    """Raises AssertionError with the first thing that is not as it must be."""
+    """Raises AssertionError for the first invariant that is violated."""
     _check_leases(pool)
     _check_requests(pool)
     _check_queue(pool)
@@ -33,16 +33,16 @@ def _check_leases(pool: Pool) -> None:
     """No GPU is granted twice."""
     for gpu in pool.allocator.gpus.values():
         for lease in gpu.leases.values():
-            must(pool.leases.lookup(lease.lease_id) is lease, f"{gpu} has another {lease.lease_id} than the pool")
+            must(pool.leases.lookup(lease.lease_id) is lease, f"{gpu} and the pool disagree about {lease.lease_id}")
         is_shared_by_all = all(lease.is_shareable for lease in gpu.leases.values())
         must(len(gpu.leases) <= 1 or is_shared_by_all, f"{gpu} is granted twice")
     fences = [lease.fence for lease in pool.leases]
-    must(len(set(fences)) == len(fences), "two leases have one fence")
+    must(len(set(fences)) == len(fences), "two leases have the same fence")
     must(max(fences, default=0) <= pool.fence, "a lease has a fence that was never issued")
     for lease in pool.leases:
         must(
             len(set(lease.gpu_ids)) == lease.request.requirements.count,
-            f"{lease} has a wrong number of GPUs",
+            f"{lease} has the wrong number of GPUs",
         )
         gpus = [pool.allocator.gpus[gpu_id] for gpu_id in lease.gpu_ids]
         must(lease.gpu_ids == tuple(held.gpu_id for held in lease.held), f"{lease} names other GPUs than it has")
@@ -57,7 +57,7 @@ def _check_requests(pool: Pool) -> None:
     waiting = {waiter.request.request_id: waiter for waiter in pool.queue.in_order()}
     holding = {lease.request.request_id: lease for lease in pool.leases}
     remembered = {outcome.request.request_id: outcome for outcome in pool.outcomes}
-    must(pool.requests == {**waiting, **holding, **remembered}, "a request is not where it is looked for")
+    must(pool.requests == {**waiting, **holding, **remembered}, "the index of requests is wrong")
     must(len(pool.requests) == len(waiting) + len(holding) + len(remembered), "a request is in two places")
     tally = pool.tally
     ended = sum(tally[state] for state in RequestState)
@@ -73,7 +73,7 @@ def _check_queue(pool: Pool) -> None:
         must(tickets == sorted(tickets), "a request class is out of order")
         must(
             all(waiter.request.requirements == request_class.requirements for waiter in request_class.waiters.values()),
-            "a waiter is in a wrong request class",
+            "a waiter is in the wrong request class",
         )
         must(
             request_class.is_any_gpu == pool.allocator.is_any_gpu(request_class.requirements),
@@ -85,12 +85,12 @@ def _check_queue(pool: Pool) -> None:
     )
     reserved_for = pool.reserved_for
     if reserved_for is not None:
-        must(pool.requests.get(reserved_for.request.request_id) is reserved_for, "GPUs are reserved for no waiter")
+        must(pool.requests.get(reserved_for.request.request_id) is reserved_for, "GPUs are reserved for a non-waiter")
         must(
             len(reserved_for.reserved) == reserved_for.request.requirements.count,
             "more or fewer GPUs are reserved than were requested",
         )
-    must(not pool.improved and not pool.has_new_class, "a waiter was not looked at")
+    must(not pool.improved and not pool.has_new_class, "a waiter was not tried")
     for waiter in pool.queue.in_order():
         must(
             waiter.request_class is pool.queue.request_class(waiter.request.requirements)
@@ -105,7 +105,7 @@ def _check_index(pool: Pool) -> None:
     allocator = pool.allocator
     for endpoint in allocator.endpoints.values():
         seen = sum(gpu.reading is not None for gpu in endpoint.gpus.values())
-        must(endpoint.present == seen, f"{endpoint} counts wrongly")
+        must(endpoint.present == seen, f"{endpoint} has a wrong GPU count")
         if allocator.is_fresh(endpoint, pool.now):
             for gpu in endpoint.gpus.values():
                 is_eligible = allocator.is_eligible(gpu, ANY_GPU, pool.now)

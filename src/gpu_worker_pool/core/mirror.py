@@ -53,7 +53,7 @@ class MirrorPool(Pool):
         self.queue.enqueue(waiter)
         return waiter
 
-    def wait_no_more(self, waiter: Waiter) -> None:
+    def stop_waiting(self, waiter: Waiter) -> None:
         self.queue.remove(waiter)
 
     def granted(self, lease_id: str, waiter: Waiter, endpoint_id: str, held: tuple[HeldGPU, ...], now: float) -> Lease:

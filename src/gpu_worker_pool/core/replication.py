@@ -1,6 +1,6 @@
-"""Takes over what was decided elsewhere: saved before a restart, or committed by another process.
+"""Applies what was decided elsewhere: saved before a restart, or committed by another process.
 
-Part of `Pool`, called by `Pool.replicate` only. Nothing is decided here: the next event serves those it may serve.
+Part of `Pool`, called by `Pool.replicate` only. Nothing is decided here: waiters are served by the next event.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @record
 class GPUHistory:
-    """What the ledger knows of a GPU beside the leases on it; readings are not passed on."""
+    """What the ledger knows about a GPU besides its leases; readings are not replicated."""
 
     gpu_id: str
     endpoint_id: str
@@ -43,7 +43,7 @@ class Counters:
     fence: int
     ticket: int
     now: float
-    #: By state; a state without one counts 0.
+    #: By state; a missing state counts as 0.
     tally: Mapping[str, int]
 
 

@@ -107,7 +107,7 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
             visible_devices=settings.cuda_visible_devices,
             interval_seconds=settings.refresh_interval,
             max_history=settings.max_history,
-            see_promises=lease_events.promises,
+            see_leases=lease_events.promises,
         )
         fleet = Fleet(settings.gpu_pool_peers, host_id(settings, state_dir))
         parts = ServerParts(view, broker, Authenticator(settings), stream, lease_events, fleet)

@@ -39,13 +39,13 @@ class Shown:
 
     sample: HostSample
     visibility: Visibility
-    see_promises: Callable[[], Promises]
+    see_leases: Callable[[], Promises]
     _bodies: dict[Kind, bytes] = field(default_factory=dict)
 
     def body(self, kind: Kind, now: float) -> bytes:
         opening = self._bodies.get(kind)
         if opening is None:
-            body = _BODIES[kind](self.sample, self.visibility.gpus, self.see_promises())
+            body = _BODIES[kind](self.sample, self.visibility.gpus, self.see_leases())
             # Without the last brace: each answer adds the present age.
             opening = self._bodies[kind] = as_json(body)[:-1]
         return b'%b,"sample_age_seconds":%.3f}' % (opening, max(now - self.sample.begun_at, 0.0))
@@ -62,7 +62,7 @@ class Health:
 
 
 class HostView:
-    """`see` returns the state of the sampler, `see_promises` the leases by GPU."""
+    """`see` returns the state of the sampler, `see_leases` the leases by GPU."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class HostView:
         interval_seconds: float = 1.0,
         max_history: int = 100,
         clock: Callable[[], float] = boot_time,
-        see_promises: Callable[[], Promises] = lambda: None,
+        see_leases: Callable[[], Promises] = lambda: None,
     ) -> None:
         self.filter = VisibilityFilter(visible_devices)
         self.shown: Shown | None = None
@@ -80,7 +80,7 @@ class HostView:
         self.history: deque[dict[str, bytes]] = deque(maxlen=max_history)
         self.nvidia_smi_available = nvidia_smi_available()
         self._see = see
-        self._see_promises = see_promises
+        self._see_promises = see_leases
         self._clock = clock
         self._usable_seconds = max(USABLE_SECONDS, TAKE_OVER_INTERVALS * interval_seconds)
         self._expected_seconds = TAKE_OVER_INTERVALS * interval_seconds + 1.0

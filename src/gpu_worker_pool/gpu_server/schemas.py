@@ -45,7 +45,7 @@ class Promise(BaseModel):
     worker_id: str
     label: str | None
     state: Literal["offered", "held", "quarantined"]
-    user: str | None = Field(description="The user of a program that works without a server; null for others.")
+    user: str | None = Field(description="The user of a program that uses `local://`; null for others.")
 
 
 class GPU(BaseModel):
@@ -61,12 +61,12 @@ class GPU(BaseModel):
     reports_utilization: bool = Field(description="False where the device has no such sensor (MIG).")
     ecc_uncorrected_errors: int | None
     recovery_action: str | None = Field(description="What the driver recommends to an administrator, such as `Reset`.")
-    processes: list[Process] | None = Field(description="Null where the server may not see them.")
+    processes: list[Process] | None = Field(description="Null if the server is not allowed to see them.")
     mig_enabled: bool
     mig_devices: list[MIGDevice]
     leases: list[Promise] | None = Field(description="Its leases; null where the ledger cannot be read.")
     obstacles: list[str] | None = Field(
-        description="Why a request without requirements cannot have it; empty: it is free. Null like `leases`.",
+        description="Why a request without requirements cannot have it. Empty if it is free; null like `leases`.",
         examples=[["memory 98.0 % used, not below 80 %"]],
     )
 

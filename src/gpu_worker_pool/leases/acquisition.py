@@ -1,6 +1,7 @@
 """One request at one or several endpoints, with one outcome: the first grant wins, and the others are withdrawn.
 
-The best endpoint is asked first, then the next, then all are waited for. Runs in the loop of a `LeaseEngine`.
+Endpoints are asked one after the other, best first. If none grants it at once, the request waits at all of them.
+Runs in the loop of a `LeaseEngine`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from gpu_worker_pool.leases.engine import LeaseEngine
     from gpu_worker_pool.leases.lease import HeldLease
 
-#: An endpoint that is silent for this long does not keep the next one from being asked.
+#: How long to wait for one endpoint's first answer before asking the next endpoint.
 HEDGE_SECONDS = 1.0
-#: How long a request that may not wait at all waits for the first answers.
+#: With a timeout of 0: how long to wait for the first answers.
 FIRST_ANSWER_SECONDS = 2.0
-#: The first polls wait for this long in all: enough to read a GPU again that was released a moment ago.
+#: Total wait of all first polls: enough to read again a GPU that was just released.
 FIRST_WAIT_SECONDS = 0.3
 
 
@@ -43,12 +44,12 @@ class Candidate(NamedTuple):
     request: Request
     #: Readings show nothing free, so its first poll need not wait.
     is_busy: bool = False
-    #: False: it is asked, but not waited for.
+    #: False: the request is sent, but its first answer is not waited for.
     is_answering: bool = True
 
 
 class Acquisition:
-    """Every method belongs to the engine's loop. `requests` and `was_blocked` may be read from any thread."""
+    """Call its methods only in the engine's loop. `requests` and `was_blocked` may be read from any thread."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Acquisition:
     ) -> None:
         """`first` are asked one after the other, then `then` all at once.
 
-        `poll_seconds`: see `EndpointRequest`. `on_news` is called with whatever an endpoint answers; `on_blocked` once,
+        `poll_seconds`: see `EndpointRequest`. `on_news` is called with every answer of an endpoint; `on_blocked` once,
         when no endpoint can grant it at once.
         """
         self._engine = engine
@@ -125,7 +126,7 @@ class Acquisition:
     # --- the outcome ---
 
     async def run(self) -> HeldLease:
-        """A plain `TimeoutError` when the time is over: the caller knows better how to explain that."""
+        """Raises a plain `TimeoutError` when time runs out: the caller can explain it better."""
         try:
             # First come, first served, also across endpoints: a later request is sent nowhere before this one has been
             # sent everywhere or granted.
@@ -161,7 +162,7 @@ class Acquisition:
         return self._is_stopped or self._won is not None
 
     async def _news_until(self, wake_at: float) -> bool:
-        """Whether there was news before that."""
+        """Wait until then; returns whether there was news."""
         with suppress(TimeoutError):
             async with asyncio.timeout(None if wake_at == math.inf else max(wake_at - time.monotonic(), 0.0)):
                 await self._news.wait()
@@ -182,7 +183,7 @@ class Acquisition:
             self._engine,
             candidate.endpoint,
             candidate.request,
-            self._hear,
+            self._on_change,
             first_wait_seconds=0.0 if candidate.is_busy else self._first_wait_seconds,
             poll_seconds=self._poll_seconds,
         )
@@ -192,7 +193,7 @@ class Acquisition:
             self._reserving, begun.may_reserve = begun, True
         return begun
 
-    def _hear(self, request: EndpointRequest) -> None:
+    def _on_change(self, request: EndpointRequest) -> None:
         if self.requests.get(request.name) is request:
             self._on_news(request)
             self._news.set()
@@ -219,7 +220,7 @@ class Acquisition:
         self._reserving, other.may_reserve = other, True
 
     def _raise_if_out_of_time(self) -> float:
-        """When to look again."""
+        """Returns when to check again."""
         now = time.monotonic()
         if now < self._deadline:
             return self._deadline
@@ -252,7 +253,7 @@ class Acquisition:
 
 
 def _all_of(errors: Iterable[tuple[str, Exception]]) -> GPUWorkerPoolError:
-    """One error that says what each endpoint said."""
+    """One error that lists the error of each endpoint."""
     said = list(errors)
     if all(isinstance(error, ImpossibleRequestError) for _, error in said):
         reasons = [

@@ -23,7 +23,7 @@ from gpu_worker_pool.errors import (
     ServiceRetryableError,
     TooManyWaitingError,
 )
-from gpu_worker_pool.leases.lease import HeldLease, sent_as_new
+from gpu_worker_pool.leases.lease import HeldLease, with_new_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,32 +34,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Most long polls at one endpoint, and at all together: each has an open connection. Further requests keep their
-#: places by short polls.
+#: Maximum number of long polls at one endpoint, and in total: each needs an open connection. Further requests keep
+#: their place in the queue with short polls.
 MOST_POLLS = 256
 MOST_POLLS_IN_ALL = 1024
-#: The pause before an endpoint that does not answer is probed again, doubled each time. After a short outage that is
-#: sooner than the server drops the waiters whose connections broke.
+#: The pause before an endpoint that does not answer is probed again, doubled each time. Short enough that
+#: after a short outage waiters poll again before the server drops them.
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 3.0
 
 
-#: The interval of short polls where no connection is left for a long one: shorter than an offer lives.
+#: Interval of short polls, used when no connection is left for a long one: shorter than the offer TTL.
 SHORT_POLL_SECONDS = 4.0
-#: A server lets no poll wait longer.
+#: Servers do not let a poll wait longer.
 LONGEST_POLL_SECONDS = 30.0
 CANCEL_TRIES = 3
 
 
-class Polls:
-    """How many more long polls may be open. Belongs to one thread, as everything here."""
+class PollBudget:
+    """Counts how many more long polls may be opened. Not thread-safe, like everything in this file."""
 
-    def __init__(self, most: int, within: Polls | None = None) -> None:
+    def __init__(self, most: int, within: PollBudget | None = None) -> None:
         self._left = most
         self._within = within
 
     @classmethod
-    def of_a_process(cls) -> Polls:
-        """At most a quarter of the files that it may open."""
+    def for_process(cls) -> PollBudget:
+        """The limit for this process: at most a quarter of the files it may open."""
         most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return cls(MOST_POLLS_IN_ALL if most_files < 0 else min(MOST_POLLS_IN_ALL, most_files // 4))
 
@@ -76,11 +76,11 @@ class Polls:
 
 
 class LeaseEndpoint:
-    def __init__(self, service: LeaseService, polls: Polls) -> None:
+    def __init__(self, service: LeaseService, polls: PollBudget) -> None:
         self.service = service
         self.endpoint_id = service.endpoint_id
-        self.polls = Polls(MOST_POLLS, polls)
-        #: First come, first served: the first poll of a request is sent when the one before has been answered.
+        self.polls = PollBudget(MOST_POLLS, polls)
+        #: First come, first served: a request's first poll is sent when that of the request before it was answered.
         self.first_polls = asyncio.Lock()
         #: A first poll went unanswered for so long that the next endpoint was asked: requests do not wait for this one.
         self.is_silent = False
@@ -100,14 +100,14 @@ class LeaseEndpoint:
         """May be read from any thread."""
         return self.last_error is not None
 
-    def is_back(self) -> None:
-        """It answered something else: probe it now instead of later."""
+    def returned(self) -> None:
+        """It answered another kind of call: probe it now instead of later."""
         self._breaker.probe_soon(time.monotonic())
         self._notify_changed()
         self._notify_returned()
 
     async def until_it_returns(self) -> None:
-        """The next sign of life of an endpoint that fails."""
+        """Wait for the next sign of life of a failing endpoint."""
         await self._returned.wait()
 
     async def until_it_may_be_polled(self, report: Callable[[GPUWorkerPoolError], object]) -> None:
@@ -128,38 +128,38 @@ class LeaseEndpoint:
             answer = await self.service.acquire(request, wait_seconds=wait_seconds, may_reserve=may_reserve)
         except GPUWorkerPoolError as error:
             if isinstance(error, RetryableError):
-                self._failed(error, is_inside=not is_long)
+                self._failed(error, has_entered=not is_long)
             else:
-                self._answered(is_inside=not is_long)
+                self._answered(has_entered=not is_long)
             raise
-        except BaseException:  # which says nothing about the endpoint
+        except BaseException:  # such as a cancellation, which says nothing about the endpoint
             if not is_long:
                 self._breaker.left()
             raise
         else:
-            self._answered(is_inside=not is_long)
+            self._answered(has_entered=not is_long)
             return answer
         finally:
             self._notify_changed()
 
-    def _answered(self, *, is_inside: bool) -> None:
+    def _answered(self, *, has_entered: bool) -> None:
         now = time.monotonic()
         self.is_silent = False
         self._breaker.probe_soon(now)
-        if is_inside or self._breaker.try_enter(now):
+        if has_entered or self._breaker.try_enter(now):
             self._breaker.succeeded()
         if self.last_error is not None:
             self.last_error = None
             logger.info("%s answers lease requests again", self.endpoint_id)
             self._notify_returned()
 
-    def _failed(self, error: RetryableError, *, is_inside: bool) -> None:
+    def _failed(self, error: RetryableError, *, has_entered: bool) -> None:
         if self.last_error is None:
             logger.warning("%s does not answer lease requests; retrying: %s", self.endpoint_id, error)
         self.last_error = error
         now = time.monotonic()
         wanted = error.retry_after_seconds if isinstance(error, ServiceRetryableError) else None
-        if is_inside or self._breaker.try_enter(now):
+        if has_entered or self._breaker.try_enter(now):
             not_before = now + min(wanted or 0.0, LONGEST_PAUSE_SECONDS)
             self._breaker.failed(now, random.random(), not_before=not_before)  # noqa: S311
 
@@ -182,7 +182,7 @@ class LeaseEndpoint:
 
 
 class EndpointRequest:
-    """`changed` is called with it whenever one of its public attributes changed; no more once it is withdrawn."""
+    """`changed` is called with it when one of its public attributes changes, but not after it is withdrawn."""
 
     def __init__(
         self,
@@ -194,19 +194,19 @@ class EndpointRequest:
         first_wait_seconds: float = 0.0,
         poll_seconds: float | None = None,
     ) -> None:
-        """`first_wait_seconds`, which is short: a GPU that only needs to be read again is granted by the first poll.
+        """`first_wait_seconds`: how long the first poll waits: briefly, for a GPU that only needs to be read again.
 
-        `poll_seconds`: how long each further poll waits; by default a third of the TTL, because a lease counts from
-        when the poll was sent that brings it.
+        `poll_seconds`: how long each further poll waits; by default a third of the TTL, because a lease's TTL starts
+        when the poll that brings the lease is sent.
         """
         self.endpoint = endpoint
         #: Whether the endpoint may reserve GPUs for it (rule 4); takes effect with the next poll.
         self.may_reserve = False
         self.has_answered = False
         self.waiting: StillWaiting | None = None
-        #: What went wrong last, if it is retried.
+        #: The last error, if the request is being retried.
         self.trouble: GPUWorkerPoolError | None = None
-        #: Why it is not retried.
+        #: The error that ended the request.
         self.error: Exception | None = None
         self.lease: HeldLease | None = None
         self._engine = engine
@@ -227,13 +227,13 @@ class EndpointRequest:
         return self.endpoint.endpoint_id
 
     def withdraw(self) -> None:
-        """Cancel the request, or give back its lease; does not wait for that, and is harmless if it is over."""
+        """Start to cancel the request, or to give back its lease; harmless if it has already ended."""
         if self._is_withdrawn:
             return
         self._is_withdrawn = True
         if self.lease is not None:
             self._engine.work_on(self._give_back(self.lease))
-        # The first poll is over in a moment, and aborting it would leave open whether the server has seen it.
+        # The first poll ends soon; if it were aborted, we would not know whether the server has seen it.
         elif not self._is_first_under_way:
             self._task.cancel()
 
@@ -248,7 +248,7 @@ class EndpointRequest:
             self._fail(error)
             return
         except Exception as error:
-            # A bug of ours: the acquisition must hear of it, and the server not keep a place for nothing.
+            # A bug in this program: report it to the acquisition, and do not leave the request in the queue.
             logger.exception("the lease request to %s failed", self.name)
             self._fail(error)
             if self._was_sent:
@@ -268,7 +268,7 @@ class EndpointRequest:
     async def _until_granted(self) -> HeldLease | None:
         endpoint = self.endpoint
         async with endpoint.first_polls:
-            # Behind a request that waits there is nothing to wait for, and others stand behind this one.
+            # No wait behind other requests of ours: it would be pointless, and delay the first polls of later ones.
             answer = await self._poll_until_answered(0.0 if endpoint.waiting else self._first_wait_seconds)
         endpoint.waiting += 1
         has_long_poll = False
@@ -316,11 +316,11 @@ class EndpointRequest:
             attempt += 1
 
     def _start_over(self, error: RequestEndedError) -> None:
-        """The server dropped it, because this process was suspended, say: send it as a new request."""
+        """The server dropped it, for example because this process was suspended: send it as a new request."""
         if error.state == "cancelled":
             raise RequestCancelledError(f"the request was removed from the queue of {self.name}") from error
         logger.info("%s: requesting again, since %s", self.name, error)
-        self._request = sent_as_new(self._request)
+        self._request = with_new_id(self._request)
         self._is_known = False
 
     def _report(self, error: GPUWorkerPoolError) -> None:
@@ -342,11 +342,11 @@ class EndpointRequest:
         try:
             await self._engine.release(lease)
         except GPUWorkerPoolError as error:
-            logger.info("%s is not given back: %s", lease.shown, error)
+            logger.info("%s could not be given back: %s", lease.shown, error)
 
     async def _cancel(self) -> None:
         for attempt in range(CANCEL_TRIES):
-            if await self._is_cancelled():
+            if await self._try_cancel():
                 return
             if self.endpoint.is_failing:
                 break
@@ -360,14 +360,14 @@ class EndpointRequest:
                 is_cancelled = False
                 while not is_cancelled:
                     await self.endpoint.until_it_returns()
-                    is_cancelled = await self._is_cancelled()
+                    is_cancelled = await self._try_cancel()
 
-    async def _is_cancelled(self) -> bool:
+    async def _try_cancel(self) -> bool:
         try:
             await self.endpoint.service.cancel(self._request)
         except RetryableError:
             return False
         except GPUWorkerPoolError as error:
-            # It is not polled any more, so the server drops it by itself and only offers what it grants.
+            # It is not polled any more: the server drops it, and a lease granted meanwhile is only offered.
             logger.info("%s: the request is left to expire: %s", self.name, error)
         return True

@@ -1,7 +1,7 @@
 """The lease engine: acquires leases from services, renews them while they are held, and gives them back.
 
-Plain asyncio in one event loop, which nobody else may block: the client runs it in its lease thread, `gpu-pool run` in
-its lease process.
+Plain asyncio in one event loop, which nothing else may block: the client runs it in its lease thread, `gpu-pool run`
+in its lease process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpu_worker_pool.errors import (
     StaleAssignmentError,
     UnknownLeaseError,
 )
-from gpu_worker_pool.leases.endpoint import LeaseEndpoint, Polls
+from gpu_worker_pool.leases.endpoint import LeaseEndpoint, PollBudget
 from gpu_worker_pool.leases.lease import End
 
 if TYPE_CHECKING:
@@ -32,20 +32,20 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: How long a stop gives leases back and withdraws requests; what is left then expires.
+#: Time limit of `stop` for giving back leases and withdrawing requests; leases left after that expire.
 STOP_SECONDS = 5.0
-#: How long what is cancelled then has to end.
-LAST_WORD_SECONDS = 0.5
+#: After that, the time limit for cancelled tasks to end.
+CANCELLED_TASKS_SECONDS = 0.5
 #: Timers do not count the time in which the machine sleeps, so they are short.
 LONGEST_SLEEP_SECONDS = 5.0
 LONGEST_RENEWAL_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 5.0
-#: A server that does not take a lease back in this time is tried again later, and the holder does not wait for that.
+#: How long a holder waits for its release; after that the release is retried in the background.
 RELEASE_SECONDS = 4.0
 #: A shorter outage is not worth a report.
 UNREPORTED_SECONDS = 5.0
 
-#: The ledger's own word that the lease is not ours any more.
+#: Errors by which the ledger says that the lease is not ours any more.
 LOST = (UnknownLeaseError, NotYourLeaseError, LeaseEndedError)
 
 
@@ -58,11 +58,12 @@ class LeaseEngine:
         is_overdue_final: bool = True,
         cancel_seconds: float = 120.0,
     ) -> None:
-        """`on_lost` is called with every lease that is lost and why, `on_trouble` with sentences for its holder.
+        """`on_lost` is called with each lost lease and the reason, `on_trouble` with messages for a lease's holder.
 
-        `is_overdue_final`: a holder in Python has been told that an overdue lease is lost, and that stays true. A
-        command just goes on, so its lease is renewed for as long as the server may still have it.
-        `cancel_seconds`: how long requests at servers that are down are remembered, to cancel them on return.
+        `is_overdue_final`: whether a lease that was not renewed in time stays lost. True for holders in Python, whose
+        assignment already says so. False for a command, which keeps running: renewals are retried for as long as the
+        server may still have the lease.
+        `cancel_seconds`: how long to remember requests at servers that are down, to cancel them when they return.
         """
         self._on_lost = on_lost
         self._on_trouble = on_trouble
@@ -70,8 +71,8 @@ class LeaseEngine:
         self.cancel_seconds = cancel_seconds
         #: First come, first served: one acquisition after the other sends its first polls.
         self.turn = asyncio.Lock()
-        self._polls = Polls.of_a_process()
-        #: Who renews each lease, by request id: servers number their leases alike.
+        self._polls = PollBudget.for_process()
+        #: Each lease and the task that renews it. By request id: two servers can use the same lease id.
         self._held: dict[str, tuple[HeldLease, asyncio.Task[None]]] = {}
         #: What a stop waits for: requests under way, requests withdrawn, leases given back.
         self._work: set[asyncio.Task[Any]] = set()
@@ -80,11 +81,11 @@ class LeaseEngine:
         self._is_closing = False
 
     def endpoint(self, service: LeaseService) -> LeaseEndpoint:
-        """What all requests at this service share."""
+        """The state that all requests at this service share."""
         return LeaseEndpoint(service, self._polls)
 
     def work_on(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A stop waits for its end."""
+        """Start a task that `stop` waits for."""
         task = asyncio.get_running_loop().create_task(work)
         if self._is_closing:
             task.cancel()
@@ -93,13 +94,13 @@ class LeaseEngine:
         return task
 
     def attempt(self, work: Coroutine[Any, Any, object]) -> None:
-        """A stop does not wait for it."""
+        """Start a task that `stop` cancels."""
         task = asyncio.get_running_loop().create_task(work)
         self._attempts.add(task)
         task.add_done_callback(self._attempts.discard)
 
     async def until_settled(self, timeout_seconds: float) -> None:
-        """Until nothing is left to retry."""
+        """Wait until nothing is left to retry."""
         if self._attempts:
             await asyncio.wait(self._attempts, timeout=timeout_seconds)
 
@@ -107,17 +108,17 @@ class LeaseEngine:
     def is_retrying(self) -> bool:
         return bool(self._attempts)
 
-    # --- holding ---
+    # --- renewing ---
 
     def hold(self, lease: HeldLease) -> None:
-        """From now on it is renewed, until it is released or lost."""
+        """Renew it from now on, until it is released or lost."""
         if lease.assignment is None:
             renewing = asyncio.get_running_loop().create_task(self._keep_renewing(lease))
             self._held[lease.request.request_id] = (lease, renewing)
 
     async def _keep_renewing(self, lease: HeldLease) -> None:
         while True:
-            # A third of the TTL after the last message that made it held.
+            # Due a third of the TTL after the last successful poll or renewal was sent.
             interval = min(lease.ttl_seconds / 3, lease.service.longest_silence_seconds)
             due_in = lease.held_until - lease.ttl_seconds + interval - boot_time()
             if due_in > 0:
@@ -147,7 +148,7 @@ class LeaseEngine:
             except (GPUWorkerPoolError, TimeoutError) as failure:
                 error = failure
             except Exception as failure:
-                # A bug of ours must not end the renewals in silence, nor be logged with each of them.
+                # A bug in this program must not end the renewals silently, nor be logged at every attempt.
                 error = failure
                 if repr(error) != bug:
                     bug = repr(error)
@@ -179,7 +180,7 @@ class LeaseEngine:
     # --- giving back ---
 
     async def release(self, lease: HeldLease) -> None:
-        """Its holder is done. `StaleAssignmentError` if it was lost before; twice is harmless."""
+        """Release it for its holder; doing so twice is harmless. `StaleAssignmentError` if it was lost before."""
         if lease.is_released:
             return
         if lease.has_ended or (self._is_overdue_final and lease.is_lost):
@@ -188,8 +189,8 @@ class LeaseEngine:
         await self._send_release(lease)
 
     def let_expire(self, lease: HeldLease) -> None:
-        """Nobody can release it, and a process may still use it: the server waits until readings show nothing of it."""
-        lease.end(End.LOST, "nothing refers to its assignment any more")
+        """Stop renewing a lease that cannot be released but may be in use: its GPU goes into quarantine."""
+        lease.end(End.LOST, "its assignment was dropped without release_gpu()")
         self._stop_renewing(lease)
 
     async def _send_release(self, lease: HeldLease) -> None:
@@ -226,7 +227,7 @@ class LeaseEngine:
     # --- the end ---
 
     async def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
-        """Give back every lease, and withdraw what is withdrawn. Services are closed by their owner."""
+        """Give back every lease, and finish withdrawing requests. The owner of the services closes them."""
         for task in self._attempts:
             task.cancel()
         try:
@@ -238,17 +239,17 @@ class LeaseEngine:
             logger.warning("some leases could not be given back within %g s; they will expire", timeout_seconds)
         self._is_closing = True
         left: set[asyncio.Task[Any]] = {*self._work, *self._attempts, *(task for _, task in self._held.values())}
-        # A withdrawn request takes the first cancellation as the moment to tell its server; no time is left for that.
+        # Twice: a withdrawn request reacts to the first one by cancelling at its server, and no time is left for that.
         for _ in range(2):
             for task in left:
                 task.cancel()
             if left:
-                _, left = await asyncio.wait(left, timeout=LAST_WORD_SECONDS)
+                _, left = await asyncio.wait(left, timeout=CANCELLED_TASKS_SECONDS)
 
     async def _give_back_everything(self) -> None:
         leases = [lease for lease, _ in self._held.values()]
         for lease in leases:
-            # At once: a renewal that is answered in this moment must not take it for a loss.
+            # All before the first release: a renewal that is answered meanwhile must not report a loss.
             self._stop_renewing(lease)
-            lease.end(End.LOST, "the client that held it was stopped, and gave it back")
+            lease.end(End.LOST, "the client was stopped and gave it back")
         await asyncio.gather(*map(self._send_release, leases), return_exceptions=True)

@@ -52,7 +52,7 @@ class LeaseService(Protocol):
 
     @property
     def longest_silence_seconds(self) -> float:
-        """How often a lease must be renewed at least, however long its TTL."""
+        """The longest interval between renewals, however long the TTL."""
 
     async def acquire(self, request: Request, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
         """Poll: repeating an equal request continues it (rule 9).
@@ -61,16 +61,16 @@ class LeaseService(Protocol):
         """
 
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
-        """`UnknownLeaseError`, `NotYourLeaseError` or `LeaseEndedError`: the lease is lost."""
+        """Raises `UnknownLeaseError`, `NotYourLeaseError` or `LeaseEndedError` if the lease is lost."""
 
     async def release(self, lease: HeldLease) -> None:
-        """Twice is harmless; the errors of `renew` where it was lost before."""
+        """Releasing twice is harmless. Raises the errors of `renew` if the lease was lost before."""
 
     async def cancel(self, request: Request) -> None:
         """Withdraw a request, and the lease if it was granted meanwhile; harmless if there is neither."""
 
     async def rest(self) -> None:
-        """Stop watching until the next call: the only lease is held and just needs renewals."""
+        """Stop reading GPUs and the ledger until the next request: the only lease just needs renewals."""
 
     async def close(self) -> None: ...
 
@@ -217,13 +217,13 @@ def _no_lease() -> None:
     """What is unpickled instead."""
 
 
-def sent_as_new(request: Request) -> Request:
+def with_new_id(request: Request) -> Request:
     """The same request under an id and a token that only this sender knows."""
     return replace(request, request_id=secrets.token_hex(16), owner=secrets.token_urlsafe(24))
 
 
 def requirements_at(endpoint_id: str, requirements: Requirements) -> Requirements | None:
-    """As one of several endpoints understands them, where GPUs are numbers; None if they name only other GPUs."""
+    """The requirements for one endpoint, with its GPUs as plain indices; None if they name only GPUs of others."""
     only = None if requirements.only is None else _names_at(endpoint_id, requirements.only)
     if only == ():
         return None

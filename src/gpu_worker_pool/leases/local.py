@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: How long the first poll waits for the GPU of a holder that has just died to be read and found free.
+#: How long the first poll waits until the leases of holders that have just died are ended.
 DEAD_HOLDER_SECONDS = 1.0
-#: A holder whose broker rests leaves a sign of life in the ledger this often; else nobody seems to serve it (rule 10).
+#: Renewal interval while the broker is closed: without renewals the ledger would look unserved (rule 10).
 RESTING_SILENCE_SECONDS = 8.0
 NO_GPU = "this host has no GPU; GPU_BACKEND=simulated:4 simulates four"
 
@@ -87,17 +87,17 @@ class LocalLeaseService:
     def __init__(self, endpoint_id: str, settings: LocalSettings) -> None:
         self.endpoint_id = endpoint_id
         self._settings = settings
-        # Inside a lease that variable says what was leased.
+        # Inside a lease, CUDA_VISIBLE_DEVICES lists what was leased, and is not a limit.
         self._visibility = VisibilityFilter(None if settings.lease_id else settings.visible_devices)
         self._opening: asyncio.Task[LocalBroker] | None = None
         self._is_resting = False
         self._process = name_of_this_process()
         self._user = local_user()
-        #: By request id: a request must be the same every time, also if other GPUs are seen meanwhile.
+        #: By request id: every poll must send the same request, even if the visible GPUs change meanwhile.
         self._requests: dict[str, Request] = {}
         self._inherited: InheritedLease | None = None
-        self._is_outside = False
-        self._is_first_over = False
+        self._is_outside_lease = False
+        self._has_awaited_dead_holders = False
 
     @property
     def longest_silence_seconds(self) -> float:
@@ -112,7 +112,7 @@ class LocalLeaseService:
             if (inherited := await self._inherit(host, gpus)) is not None:
                 inherited.check(await host.broker.lease(inherited.lease_id))
                 return await inherited.take(request, wait_seconds)
-            asked = self._requests.get(request.request_id) or self._as_asked(request, gpus)
+            asked = self._requests.get(request.request_id) or self._as_sent(request, gpus)
             self._requests[request.request_id] = asked
             sent_at = boot_time()
             try:
@@ -157,7 +157,7 @@ class LocalLeaseService:
         await self.rest()
 
     async def readings(self) -> tuple[HostSample, tuple[GPUReading, ...], Sequence[Lease]]:
-        """The sample, the GPUs of it that this program may use, and the leases that keep it from using them."""
+        """The sample, those of its GPUs that this program may use, and the leases that block them."""
         async with self._host() as host:
             sample = await host.sample()
             inherited = await self._inherit(host, _gpus_in(sample))
@@ -184,7 +184,7 @@ class LocalLeaseService:
 
     @asynccontextmanager
     async def _ledger(self) -> AsyncIterator[LeaseBroker]:
-        """The broker, if it is open; else one without readings, for a moment."""
+        """The broker, if it is open; else a temporary one without readings."""
         if self._opening is not None:
             async with self._host() as host:
                 yield host.broker
@@ -201,14 +201,14 @@ class LocalLeaseService:
         try:
             return open_host_ledger(self._settings.backend, _SETTINGS, on_commit, state_dir=self._settings.state_dir)
         except (LedgerUnavailableError, OSError) as error:
-            # Not as the broker expects it, which would log every try: the caller reports it once.
+            # A different error than the broker expects, as it would log every attempt: the caller reports it once.
             raise ServiceRetryableError(str(error)) from None
 
     async def _until_dead_holders_are_noticed(self, host: LocalBroker) -> None:
         """A request that does not wait must not be refused because of a holder that was killed a moment ago."""
-        if self._is_first_over:
+        if self._has_awaited_dead_holders:
             return
-        self._is_first_over = True
+        self._has_awaited_dead_holders = True
         deadline = boot_time() + DEAD_HOLDER_SECONDS
         while any(is_gone(lease.request.process) for lease in await host.broker.held() if lease.request.process):
             if boot_time() > deadline:
@@ -217,7 +217,7 @@ class LocalLeaseService:
 
     # --- the request ---
 
-    def _as_asked(self, request: Request, gpus: Sequence[GPUReading]) -> Request:
+    def _as_sent(self, request: Request, gpus: Sequence[GPUReading]) -> Request:
         return replace(
             request,
             requirements=within_visible(request.requirements, gpus, self._visibility),
@@ -230,32 +230,32 @@ class LocalLeaseService:
         """Mention the variable that limits the request, since its user may not know of it."""
         if not reasons or asked.requirements == request.requirements:
             return reasons
-        return (f"{reasons[0]}; CUDA_VISIBLE_DEVICES={self._settings.visible_devices} allows no other", *reasons[1:])
+        return (f"{reasons[0]}; CUDA_VISIBLE_DEVICES={self._settings.visible_devices} limits the choice", *reasons[1:])
 
-    # --- a lease around this program ---
+    # --- the lease that this program runs in ---
 
     async def _inherit(self, host: LocalBroker, gpus: Sequence[GPUReading]) -> InheritedLease | None:
-        if self._inherited is not None or self._is_outside:
+        if self._inherited is not None or self._is_outside_lease:
             return self._inherited
         lease = None
         if self._settings.lease_id is not None:
             lease = await host.broker.lease(self._settings.lease_id)
-            if lease is None or not (lease.is_live and self._is_around_us(lease, gpus)):
-                lost = "GPU_POOL_LEASE_ID is %s, which is not a live lease of yours: requesting GPUs without it"
+            if lease is None or not (lease.is_live and self._encloses_this_program(lease, gpus)):
+                lost = "GPU_POOL_LEASE_ID is %s, which is not one of your active leases: requesting GPUs without it"
                 logger.warning(lost, self._settings.lease_id)
-                # Of what it is granted, this program can use only what CUDA shows it.
+                # Outside a lease, CUDA_VISIBLE_DEVICES limits which GPUs this program can use.
                 self._visibility = VisibilityFilter(self._settings.visible_devices)
                 lease = None
         if lease is None:
             lease = self._lease_of_our_shell(await host.broker.held(), gpus)
         if lease is None:
-            self._is_outside = True
+            self._is_outside_lease = True
             return None
         self._inherited = InheritedLease(self, lease.lease_id, lease.fence, _leased(lease))
         return self._inherited
 
-    def _is_around_us(self, lease: Lease, gpus: Sequence[GPUReading]) -> bool:
-        """Ids are counters: the same id in another ledger is another lease, which is recognized by its GPUs."""
+    def _encloses_this_program(self, lease: Lease, gpus: Sequence[GPUReading]) -> bool:
+        """Lease ids are counters, so another ledger may have a different lease with this id: compare the GPUs."""
         if lease.request.account == self._user:
             return True
         if lease.request.account.startswith("user:") or self._settings.visible_devices is None:
@@ -282,8 +282,8 @@ class LocalLeaseService:
 async def _retryable() -> AsyncIterator[None]:
     try:
         yield
-    except (LedgerUnavailableError, PoolStoppedError, OSError) as error:  # of which TimeoutError is one
-        raise ServiceRetryableError(str(error) or "the ledger does not answer in time") from error
+    except (LedgerUnavailableError, PoolStoppedError, OSError) as error:  # TimeoutError is an OSError
+        raise ServiceRetryableError(str(error) or "the ledger did not answer in time") from error
 
 
 def _gpus_in(sample: HostSample) -> tuple[GPUReading, ...]:

@@ -1,6 +1,6 @@
 """The ledger in a SQLite file, for any number of processes of one host at once.
 
-One thread per process makes one transaction of all waiting events: it reads what others have committed since, lets the
+One thread per process handles all waiting events in one transaction: it reads what others have committed, lets the
 core decide, writes the difference, and reports the effects only when they are on the disk. If anything fails, nothing
 was granted, and this process drops its copy and reads the file again.
 """
@@ -51,18 +51,19 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: How soon what another process committed is noticed.
+#: How often to check for commits of other processes.
 FOLLOW_SECONDS: Final = 0.05
-#: How often a process stamps the ledger as served, and how old a stamp shows an outage (rule 10).
+#: How often a process writes a time stamp to the ledger, and the age of the stamp that means an outage (rule 10).
 STAMP_SECONDS: Final = 5.0
 SILENCE_SECONDS: Final = 15.0
 #: After a failure, how long until this thread tries again by itself.
 PAUSE_SECONDS: Final = 1.0
+#: Ended requests are removed at this interval, or after this many changes: fewer than one removal deletes, so that the
+#: file does not grow without bound.
 FORGET_SECONDS: Final = 60.0
-#: Fewer than are removed at once, so that the file does not grow without bound.
 FORGET_CHANGES: Final = 4_000
 MOST_AT_ONCE: Final = 256
-#: How many are kept in memory; others are looked up in the file.
+#: How many outcomes are kept in memory; others are looked up in the file.
 MOST_OUTCOMES: Final = 1000
 
 
@@ -92,7 +93,7 @@ class _News:
 
     pool: Pool
     now: float
-    #: Whether other processes have committed anything since, and whether everything was read again.
+    #: Whether other processes have committed since the last one, and whether the whole file was read again.
     is_any: bool
     is_everything: bool
     is_other_boot: bool
@@ -308,7 +309,7 @@ class SQLiteLedger:
         is_other_boot = meta.boot_id != self._boot_id
         if is_other_boot:
             if self._has_served:
-                # This process did not survive a reboot: the other id is another host, with other clocks and GPUs.
+                # No process survives a reboot, so the other boot id means another host, with other clocks and GPUs.
                 raise LedgerUnavailableError(
                     f"the ledger {self._file.path} is used by another host, or by a container with its own kernel"
                 )
@@ -351,7 +352,7 @@ class SQLiteLedger:
 
     def _failed(self, error: Exception) -> None:
         if not isinstance(error, LedgerUnavailableError):
-            logger.error("the ledger could not decide", exc_info=error)
+            logger.error("applying events to the ledger failed", exc_info=error)
         self._pool = None
         self._pause_until = self._clock() + PAUSE_SECONDS
         if str(error) != self._complaint:
@@ -389,8 +390,8 @@ class SQLiteLedger:
     def _deliver(self, committed: Committed, events: list[_Job]) -> None:
         try:
             self._on_commit(committed)
-        except Exception:  # it must not keep the callers from their answers: the commit is done
-            logger.exception("the listener of commits failed")
+        except Exception:  # callers get their answers anyway: the commit is done
+            logger.exception("the commit listener failed")
         for job in events:
             job.finish()
 

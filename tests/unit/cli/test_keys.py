@@ -14,13 +14,13 @@ from gpu_worker_pool.cli.running.remembered_leases import RememberedLeases
 from gpu_worker_pool.config import EndpointConfig
 from gpu_worker_pool.core import Request
 from gpu_worker_pool.errors import RequestEndedError
-from gpu_worker_pool.leases.lease import HeldLease, StillWaiting, sent_as_new
+from gpu_worker_pool.leases.lease import HeldLease, StillWaiting, with_new_id
 
 DAY_SECONDS = 24 * 3600.0
 
 
 def new_request() -> Request:
-    return sent_as_new(Request("", worker_id="worker", ttl_seconds=60.0))
+    return with_new_id(Request("", worker_id="worker", ttl_seconds=60.0))
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_request_that_is_made_anew_has_one_token(tokens: Tokens, tmp_path: Pat
     first = new_request()
     with pytest.raises(RequestEndedError):
         asyncio.run(leases.acquire(first, wait_seconds=0, may_reserve=True))
-    again = sent_as_new(first)
+    again = with_new_id(first)
     asyncio.run(leases.acquire(again, wait_seconds=0, may_reserve=True))
     assert tokens.of(first.request_id) is None
     assert tokens.of(again.request_id) == again.owner

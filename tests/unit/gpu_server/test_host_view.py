@@ -166,7 +166,7 @@ def held(lease_id: str) -> dict[str, object]:
 def test_promises_are_shown_on_the_gpu_and_on_the_one_that_a_mig_device_is_part_of() -> None:
     host = Host()
     promises: dict[str, list[dict[str, object]]] = {}
-    host.view = HostView(lambda: host.seen, clock=lambda: host.now, see_promises=lambda: promises)
+    host.view = HostView(lambda: host.seen, clock=lambda: host.now, see_leases=lambda: promises)
     migs = (MIGReading("MIG-1", "1g"), MIGReading("MIG-2", "1g"))
     gpus = (GPUReading(0, "A", uuid="GPU-0"), GPUReading(1, "B", uuid="GPU-1", mig_devices=migs), GPUReading(2, "C"))
     host.sample(DriverAnswer(gpus, "1.0", "test"))
@@ -214,7 +214,7 @@ def test_free_is_what_a_plain_request_would_get(
     shown: dict[str, Any], leases: list[dict[str, object]], state: str, obstacles: list[str]
 ) -> None:
     host = Host()
-    host.view = HostView(lambda: host.seen, clock=lambda: host.now, see_promises=lambda: {"GPU-0": leases})
+    host.view = HostView(lambda: host.seen, clock=lambda: host.now, see_leases=lambda: {"GPU-0": leases})
     idle = {"memory_total_mb": 100.0, "memory_used_mb": 0.0, "utilization_percent": 0.0}
     host.sample(DriverAnswer((GPUReading(0, "A", uuid="GPU-0", **{**idle, **shown}),), "1.0", "test"))
     (row,) = json.loads(host.view.answer("stats").body)["gpus"]
@@ -225,7 +225,7 @@ def test_free_is_what_a_plain_request_would_get(
 def test_of_a_split_card_the_best_device_counts() -> None:
     host = Host()
     promises = {"MIG-1": [held("L1")]}
-    host.view = HostView(lambda: host.seen, clock=lambda: host.now, see_promises=lambda: promises)
+    host.view = HostView(lambda: host.seen, clock=lambda: host.now, see_leases=lambda: promises)
 
     def obstacles(*devices: MIGReading) -> list[str]:
         host.sample(

@@ -19,7 +19,7 @@ from gpu_worker_pool.errors import (
     TooManyWaitingError,
 )
 from gpu_worker_pool.leases.acquisition import Acquisition, Candidate
-from gpu_worker_pool.leases.endpoint import LeaseEndpoint, Polls
+from gpu_worker_pool.leases.endpoint import LeaseEndpoint, PollBudget
 from gpu_worker_pool.leases.engine import LeaseEngine
 
 
@@ -204,7 +204,7 @@ async def test_one_probe_at_a_time_while_it_fails(track: Track) -> None:
     await asyncio.sleep(1.5)
     assert track.services["a"].count("acquire") - before <= 4
     track.services["a"].failing.clear()
-    track.endpoints["a"].is_back()
+    track.endpoints["a"].returned()
     async with asyncio.timeout(5):
         assert {lease.endpoint_id for lease in await asyncio.gather(*running)} == {"a"}
 
@@ -286,7 +286,7 @@ async def test_a_place_at_a_server_that_is_away_is_given_up_when_it_is_back(trac
     await asyncio.sleep(0.2)
     assert track.services["a"].count("cancel") == 1, "it is left alone until there is a sign of life"
     track.services["a"].failing.clear()
-    track.endpoints["a"].is_back()
+    track.endpoints["a"].returned()
     await until(lambda: track.services["a"].count("cancel") == 2)
 
 
@@ -407,7 +407,7 @@ async def test_more_than_may_wait_for_an_answer_keep_their_places_by_asking(
     track: Track, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpu_worker_pool.leases.endpoint.SHORT_POLL_SECONDS", 0.2)
-    endpoint = track.endpoints["a"] = LeaseEndpoint(track.services["a"], Polls(3))
+    endpoint = track.endpoints["a"] = LeaseEndpoint(track.services["a"], PollBudget(3))
     track.busy("a")
     running = [asyncio.create_task(track.acquisition("a").run()) for _ in range(10)]
     await until(lambda: endpoint.waiting == 10)

@@ -40,7 +40,7 @@ def thread(lost: list[tuple[HeldLease, str]]) -> Iterator[LeaseThread]:
     started = LeaseThread(lambda lease: lost.append((lease, threading.current_thread().name)))
     started.start()
     yield started
-    started.want_stop().result(timeout=10)
+    started.request_stop().result(timeout=10)
     started.join()
     assert threading.active_count() == before
 
@@ -74,7 +74,7 @@ def test_a_stop_does_not_wait_for_what_will_not_end(thread: LeaseThread) -> None
 
     thread.call(thread.engine.work_on, withdraw())
     is_asked.wait(10)
-    thread.want_stop().result(timeout=30)
+    thread.request_stop().result(timeout=30)
 
 
 def test_a_renewal_that_fails_is_tried_again_in_time(thread: LeaseThread, lost: list[object]) -> None:
@@ -155,7 +155,7 @@ def test_whoever_is_told_of_losses_and_fails_harms_nobody(caplog: pytest.LogCapt
     leases = [hold(thread, service, ttl_seconds=0.6) for _ in range(2)]
     eventually(lambda: all(lease.has_ended for lease in leases))
     eventually(lambda: caplog.text.count("reporting the loss of") == 2)
-    thread.want_stop().result(timeout=10)
+    thread.request_stop().result(timeout=10)
     thread.join()
 
 
@@ -224,7 +224,7 @@ def test_a_stop_gives_everything_back(caplog: pytest.LogCaptureFixture) -> None:
     service = FakeLeaseService()
     thread.close_with(service.close)
     leases = [hold(thread, service) for _ in range(3)]
-    thread.want_stop().result(timeout=10)
+    thread.request_stop().result(timeout=10)
     thread.join()
     assert service.held == {}
     assert [name for name, _ in service.calls] == ["release"] * 3 + ["close"]
@@ -249,7 +249,7 @@ def test_what_a_stop_gives_back_is_no_loss_to_be_told(thread: LeaseThread, lost:
     lease = hold(thread, Dawdling(), ttl_seconds=1.5)
     is_asked.wait(10)
     thread.call(time.sleep, 0.1)  # what follows happens to it at once
-    stopped = thread.want_stop()
+    stopped = thread.request_stop()
     thread.call(answer.set)
     stopped.result(timeout=10)
     assert lease.is_lost, "its holder may ask"
@@ -265,7 +265,7 @@ def test_a_stop_does_not_wait_for_a_server_for_ever(
     service = FakeLeaseService(delay_seconds=30.0)
     hold(thread, service)
     begun = time.monotonic()
-    thread.want_stop().result(timeout=10)
+    thread.request_stop().result(timeout=10)
     thread.join()
     assert time.monotonic() - begun < 3
     assert "they will expire" in caplog.text
@@ -291,7 +291,7 @@ def test_a_forked_child_has_no_keeper(thread: LeaseThread) -> None:
         try:
             assert not thread.is_here
             assert not thread.call(print, "never")
-            thread.want_stop()
+            thread.request_stop()
             thread.join()
             thread.exit()
             status = 0
@@ -309,7 +309,7 @@ def test_threads_and_sockets_end_with_it() -> None:
     for _ in range(5):
         thread = LeaseThread(lambda _: None)
         thread.start()
-        thread.want_stop().result(timeout=10)
+        thread.request_stop().result(timeout=10)
         thread.join()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

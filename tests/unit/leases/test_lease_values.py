@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.fakes.lease_service import FakeLeaseService, new_request
 
 from gpu_worker_pool.core import ANY_GPU, Requirements
-from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, requirements_at, sent_as_new
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, requirements_at, with_new_id
 
 
 def test_no_secret_is_shown() -> None:
@@ -18,7 +18,7 @@ def test_no_secret_is_shown() -> None:
 
 def test_a_request_is_sent_under_an_id_and_a_token_of_its_own() -> None:
     requests = [new_request(), new_request()]
-    requests.append(sent_as_new(requests[0]))
+    requests.append(with_new_id(requests[0]))
     assert len({request.request_id for request in requests}) == len({request.owner for request in requests}) == 3
     assert requests[2].requirements is requests[0].requirements
     assert all(16 <= len(request.owner) <= 200 for request in requests)

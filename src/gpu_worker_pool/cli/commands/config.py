@@ -33,9 +33,6 @@ def config(*, changed: bool, as_json: bool) -> int:
     if as_json:
         print_json({"settings": [asdict(each) for each in settings]})
     else:
-        rows = [
-            [each.name, each.value, each.source, each.used_by, f"wrong: {each.problem}" if each.problem else ""]
-            for each in settings
-        ]
-        print_table(("setting", "value", "from", "used by", "what"), rows, nothing="everything is at its default")
+        rows = [[each.name, each.value, each.source, each.used_by, each.problem or ""] for each in settings]
+        print_table(("setting", "value", "from", "used by", "problem"), rows, nothing="everything is at its default")
     return 1 if any(each.problem for each in settings) else 0

@@ -66,7 +66,7 @@ class CommandOnGPU(Front):
         #: Number of unanswered questions to the lease process about its signals.
         self._questions = 0
         self._is_interrupted = False
-        #: The last ending signal that the command got.
+        #: The last terminating signal that the command got.
         self._ending: int | None = None
         self._kill_at: float | None = None
         #: We terminated the command because its lease was lost.
@@ -85,7 +85,7 @@ class CommandOnGPU(Front):
             raise
         while self._wait_status is None:
             self.turn(self._seconds_to_deadline())
-            self._pass_on_what_is_due()
+            self._forward_due_signals()
         return self._finish(os.waitstatus_to_exitcode(self._wait_status))
 
     # --- starting ---
@@ -114,7 +114,7 @@ class CommandOnGPU(Front):
             for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(ignored_by_python, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, self.lease_process.mask_before)
-            os.execvpe(self._command[0], self._command, dict(environment))  # noqa: S606  # what it is for
+            os.execvpe(self._command[0], self._command, dict(environment))  # noqa: S606  # intended
         except OSError as error:
             number = error.errno or errno.EINVAL
         finally:
@@ -148,7 +148,7 @@ class CommandOnGPU(Front):
         if self._child is None:
             super().on_signal(info)
             return
-        # Also if the answer is not needed: an old signal must not be taken for the next one of its kind.
+        # Even if the answer is not needed: otherwise an old signal could be mistaken for the next one of its kind.
         self._questions += self.lease_process.channel.send("signals")
         if info.number == signal.SIGCONT:
             self._send(info.number)  # twice is harmless
@@ -163,14 +163,14 @@ class CommandOnGPU(Front):
             self._send(info.number)
         self._act_on(info)
 
-    def _pass_on_what_is_due(self) -> None:
+    def _forward_due_signals(self) -> None:
         now = time.monotonic()
         for told in self._group_signals:
             # All of them: `timeout` sends it to us first, then to the group, which includes the command.
             for pending in [each for each in self._pending if (each.info.number, each.info.pid) == told[:2]]:
                 self._pending.remove(pending)
                 self._act_on(pending.info)
-        for pending in [each for each in self._pending if now >= self._passed_on_at(each)]:
+        for pending in [each for each in self._pending if now >= self._forward_at(each)]:
             self._pending.remove(pending)
             self._send(pending.info.number)
             self._act_on(pending.info)
@@ -179,8 +179,8 @@ class CommandOnGPU(Front):
             self._kill_at = None
             self._send(signal.SIGKILL)
 
-    def _passed_on_at(self, pending: _Pending) -> float:
-        """Wait for the lease process to answer first, even if it is late."""
+    def _forward_at(self, pending: _Pending) -> float:
+        """When to forward it: later while the lease process still owes an answer."""
         return pending.until + ANSWER_SECONDS if self._questions else pending.until
 
     def _act_on(self, info: SignalInfo) -> None:
@@ -192,7 +192,7 @@ class CommandOnGPU(Front):
             self.stop_myself()
 
     def _seconds_to_deadline(self) -> float | None:
-        deadlines = [self._passed_on_at(pending) for pending in self._pending]
+        deadlines = [self._forward_at(pending) for pending in self._pending]
         if self._kill_at is not None:
             deadlines.append(self._kill_at)
         return min(deadlines) - time.monotonic() if deadlines else None
@@ -210,7 +210,7 @@ class CommandOnGPU(Front):
             self._kill_at = time.monotonic() + TERMINATE_SECONDS
             self._send(signal.SIGTERM)
         else:
-            self.progress.say(f"the lease is lost: {text}; the command keeps running; another may get its GPU")
+            self.progress.say(f"the lease is lost: {text}; the command keeps running, but its GPU may be granted again")
 
     def on_child_ended(self, pid: int, wait_status: int) -> None:
         if pid == self._child:
@@ -239,7 +239,7 @@ class CommandOnGPU(Front):
 
     def _finish(self, code: int) -> int:
         left = self._left_behind()
-        # A signal that it survived did not end it.
+        # Only if that signal ended the command: otherwise its children are left alone.
         if left and self._ending is not None and (code < 0 or code == KILLED + self._ending or self._is_lost):
             left = self._end_orphans(self._ending)
         if left:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.cli.exits import KILLED, CommandError, Status, die_of_interrupt
-from gpu_worker_pool.cli.running.lease_process import PASSED_ON, LeaseProcess
+from gpu_worker_pool.cli.running.lease_process import FORWARDED, LeaseProcess
 from gpu_worker_pool.cli.running.linux import SignalInfo, SignalQueue
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Front:
     def __init__(self, spec: LeaseSpec, progress: Progress) -> None:
         self.progress = progress
         self.lease_process = LeaseProcess.take()
-        self._signals = SignalQueue([*PASSED_ON, signal.SIGCHLD])
+        self._signals = SignalQueue([*FORWARDED, signal.SIGCHLD])
         self.lease_process.channel.send("ask", asked=spec._asdict())
         self._poll = select.poll()
         self._poll.register(self._signals, select.POLLIN)

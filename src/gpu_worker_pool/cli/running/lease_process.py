@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 #: Signals that are forwarded to the command, and must neither end nor stop the front and the lease process.
-PASSED_ON: Final = (
+FORWARDED: Final = (
     signal.SIGHUP,
     signal.SIGINT,
     signal.SIGQUIT,
@@ -32,7 +32,7 @@ PASSED_ON: Final = (
     signal.SIGTSTP,
     signal.SIGCONT,
 )
-_HEARD: Final = (*PASSED_ON, signal.SIGCHLD)
+_HEARD: Final = (*FORWARDED, signal.SIGCHLD)
 
 #: Forked before it is known whether it is needed.
 _prepared: list[LeaseProcess] = []

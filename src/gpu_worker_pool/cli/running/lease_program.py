@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from gpu_worker_pool.cli.endpoints import is_endpoint_named
 from gpu_worker_pool.cli.exits import Status, status_of
 from gpu_worker_pool.cli.logs import configure_logs
-from gpu_worker_pool.cli.running.lease_process import PASSED_ON
+from gpu_worker_pool.cli.running.lease_process import FORWARDED
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
 from gpu_worker_pool.cli.running.processes import processes_of_lease, until_gone
 from gpu_worker_pool.cli.running.services import requests_for
@@ -248,7 +248,7 @@ async def _first_of(*ends: Awaitable[object]) -> None:
 def _signals_we_got() -> list[tuple[int, int]]:
     """Since we were last asked, with their senders: our whole process group got them, and so did the command."""
     got = []
-    while (info := signal.sigtimedwait(PASSED_ON, 0)) is not None:
+    while (info := signal.sigtimedwait(FORWARDED, 0)) is not None:
         got.append((info.si_signo, info.si_pid))
     return got
 

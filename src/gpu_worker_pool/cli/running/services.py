@@ -1,4 +1,4 @@
-"""The lease services behind the endpoints that a command names, and the request as each of them is sent it."""
+"""Makes a lease service for each endpoint of a command, and the request that is sent to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu_worker_pool.config import MultiEndpointConfigurationManager
 from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.core.requirements import Requirements
 from gpu_worker_pool.errors import ImpossibleRequestError
-from gpu_worker_pool.leases.lease import requirements_at, sent_as_new
+from gpu_worker_pool.leases.lease import requirements_at, with_new_id
 
 if TYPE_CHECKING:
     from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def requests_for(spec: LeaseSpec) -> list[tuple[LeaseService, Request]]:
-    """Raises a `ValueError` for what makes no sense, and `ImpossibleRequestError` where no endpoint could grant it."""
+    """Raises `ValueError` for invalid requirements, and `ImpossibleRequestError` if no endpoint could grant them."""
     environment = MultiEndpointConfigurationManager()
     ttl_seconds = spec.ttl_seconds or environment.get_lease_ttl()
     requirements = requirements_of(spec.requirement_options, environment)
@@ -33,7 +33,7 @@ def requests_for(spec: LeaseSpec) -> list[tuple[LeaseService, Request]]:
         here = requirements_at(endpoint.endpoint_id, requirements)
         if here is not None:
             request = Request("", here, spec.worker_id, label=spec.label, ttl_seconds=ttl_seconds)
-            found.append((_service(endpoint, environment), sent_as_new(request)))
+            found.append((_service(endpoint, environment), with_new_id(request)))
     if not found:
         raise ImpossibleRequestError(reasons=(f"no endpoint has a GPU called {', '.join(requirements.only or ())}",))
     return found
@@ -43,7 +43,7 @@ def requirements_of(
     requirement_options: dict[str, Any], environment: MultiEndpointConfigurationManager
 ) -> Requirements:
     requirements = Requirements(**requirement_options)
-    if requirements.share:  # for sharing requests, thresholds count only where they are named
+    if requirements.share:  # a sharing request has only the thresholds that it sets itself
         return requirements
     memory, utilization = requirements.memory_threshold, requirements.utilization_threshold
     return replace(
@@ -67,7 +67,7 @@ def _service(endpoint: EndpointConfig, environment: MultiEndpointConfigurationMa
             os.environ.get("GPU_POOL_LEASE_ID", "").strip() or None,
         )
         return LocalLeaseService(endpoint.endpoint_id, settings)
-    # HTTP takes longer to load than all the rest, so it is loaded only where it is used.
+    # The HTTP client takes longer to import than everything else, so it is imported only when needed.
     from gpu_worker_pool.cli.running.remembered_leases import server_leases
 
     return server_leases(endpoint, environment)

@@ -40,8 +40,8 @@ def explanations(
     print_failures(answers)
     found = [each for each in answers if each.body is not None]
     if not found:
-        what = f"no request {request_id!r} waits; gpu-pool queue lists those that do"
-        raise CommandError(what if request_id is not None else "no endpoint has a GPU of that name", Status.FAILED)
+        what = f"no waiting request has the id {request_id!r}; gpu-pool queue lists them"
+        raise CommandError(what if request_id is not None else "no endpoint has such a GPU", Status.FAILED)
     return found
 
 

@@ -1,4 +1,4 @@
-"""`gpu-pool top`: redraws the overview at an interval; without a terminal it prints one text after the other."""
+"""`gpu-pool top`: redraws the overview at an interval; without a terminal it prints the overview again each time."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def rendered(parts: Sequence[overview.Part]) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    shown: list[RenderableType] = [Text(f"gpu-pool top   {datetime.now():%H:%M:%S}   Ctrl-C to leave", style="dim")]
+    shown: list[RenderableType] = [Text(f"gpu-pool top   {datetime.now():%H:%M:%S}   Ctrl-C to quit", style="dim")]
     for part in parts:
         if part.rows:
             shown.append(make_table(part.columns, part.rows, title=part.title))
@@ -78,7 +78,7 @@ def rendered(parts: Sequence[overview.Part]) -> RenderableType:
 
 
 def _print_json(answers: list[HostAnswer]) -> None:
-    """One line each time, so that a reader knows where one ends."""
+    """One line per update, so that a program knows where each one ends."""
     sys.stdout.write(json.dumps(overview.as_json(answers), allow_nan=False) + "\n")
     sys.stdout.flush()
 

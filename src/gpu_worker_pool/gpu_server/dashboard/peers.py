@@ -1,6 +1,6 @@
-"""The other hosts on this host's page: queries their servers while a page is open, and only those that are configured.
+"""Shows other hosts on this host's dashboard: queries the configured servers, and only while a page is open.
 
-Each is queried on its own, bounded in time and size, and no redirect is followed. A page never waits for a peer: it
+Each is queried independently, with limits on time and size, without redirects. A page never waits for a peer: it
 gets the last answer, with its age.
 """
 
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 #: A peer is queried no more often than this, however many pages are open.
 INTERVAL_SECONDS: Final = 2.0
-#: For all queries of a peer at one time.
+#: Time limit for one round of queries to a peer.
 TIMEOUT_SECONDS: Final = 3.0
-#: A thousand GPUs take less than one of them.
+#: The largest answer that is accepted; a thousand GPUs take less than half of it.
 MOST_BYTES: Final = 2 * 1024 * 1024
-#: What a page gets of one peer, at most.
+#: Limits for what a page gets of one peer.
 MOST_GPUS: Final = 1024
 MOST_LEASES: Final = 2048
 MOST_WAITING: Final = 200
@@ -43,7 +43,7 @@ _NO_LEDGER: Final = "its ledger cannot be read"
 
 
 class Fleet:
-    """Belongs to one event loop. Makes no connection before a page asks."""
+    """Belongs to one event loop. Opens no connection until a page asks."""
 
     def __init__(
         self, peers: Sequence[EndpointConfig], own_id: str, clock: Callable[[], float] = time.monotonic
@@ -179,7 +179,7 @@ class _Peer:
             "health": {key: health[key] if health else None for key in ("status", "error")},
             "gpus": gpus,
             "sample_age_seconds": stats["sample_age_seconds"] if stats else None,
-            # None of an older server, or of one whose ledger cannot be read: `ledger_problem` then says why.
+            # None for an older server, or if the ledger cannot be read: then `ledger_problem` says why.
             "leases": leases,
             "ledger_problem": ledger_problem,
             "queue": waiting[:MOST_WAITING],

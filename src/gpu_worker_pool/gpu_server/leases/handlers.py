@@ -245,7 +245,7 @@ def _unknown_lease(lease_id: str) -> Refusal:
 
 
 def _unknown_request(request_id: str) -> Refusal:
-    return Refusal(404, "unknown_request", f"no request {request_id[:64]!r} waits; GET /queue lists those that do")
+    return Refusal(404, "unknown_request", f"no waiting request has the id {request_id[:64]!r}; GET /queue lists them")
 
 
 def _token_needed(what: str) -> Refusal:
