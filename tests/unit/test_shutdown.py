@@ -92,7 +92,7 @@ class Stopping(Scenario):
         assert self.using == {gpu_id: {} for gpu_id in self.using}
         assert not self.manager.is_running
         assert leftovers(self.manager) == {}
-        assert self.loop.pending == []
+        assert left_to_run(self.loop) == []
         return outcomes
 
     def start_again(self) -> None:
@@ -113,7 +113,12 @@ class Stopping(Scenario):
             await self.manager.stop()
 
         self.loop.run(use())
-        assert self.loop.pending == []
+        assert left_to_run(self.loop) == []
+
+
+def left_to_run(loop: SteppedLoop) -> list[asyncio.Handle]:
+    """Without the notices that a task has ended: asyncio runs them before whoever awaits it, this loop in any order."""
+    return [handle for handle in loop.pending if "Holder.asker_done" not in repr(handle)]
 
 
 def check_complaints(scenarios: list[Scenario]) -> None:

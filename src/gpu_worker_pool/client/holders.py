@@ -107,6 +107,10 @@ class Holders(dict[str, Holder]):
         if holder.task is not None and (task := holder.task()) is not None:
             task.remove_done_callback(holder.asker_done)  # a task may ask any number of times
 
+    def clear(self) -> None:
+        for holder in list(self.values()):
+            self.remove(holder)
+
     def holder_of(self, assignment: GPUAssignment) -> Holder | None:
         """Who holds it, or None if nobody does any more. A copy of the assignment will do; another one will not."""
         try:
