@@ -1515,7 +1515,7 @@ async def test_a_task_that_asks_often_remembers_only_what_it_holds(pool: WorkerP
     for _ in range(3):
         await pool.release_gpu(await pool.request_gpu())
     task: Any = asyncio.current_task()
-    assert "asker_done" not in repr(task)
+    assert "requesting_task_done" not in repr(task)
 
 
 async def test_it_is_not_taken_back_without_a_reading(pool: WorkerPoolManager, clock: FakeClock) -> None:

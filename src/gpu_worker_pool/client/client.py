@@ -446,7 +446,7 @@ class GPUContextManager:
     def __init__(self, client: GPUWorkerPoolClient, timeout: float | None = None, **requirements: Any) -> None:
         self._client = client
         self._timeout = timeout
-        self._wishes = requirements
+        self._requirements = requirements
         self.assignment: GPUAssignment | None = None
         self._is_used = False
 
@@ -456,7 +456,7 @@ class GPUContextManager:
             raise RuntimeError("this GPUContextManager is in use: make one for each block")
         self._is_used = True
         try:
-            assignment = self.assignment = await self._client.request_gpu(self._timeout, **self._wishes)
+            assignment = self.assignment = await self._client.request_gpu(self._timeout, **self._requirements)
         except BaseException:
             self._is_used = False
             raise

@@ -12,7 +12,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.api.client import APIClient
 from gpu_worker_pool.client import pool_metrics
@@ -25,7 +25,7 @@ from gpu_worker_pool.forks import Forked
 from gpu_worker_pool.leases.http import HTTPLeaseService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
+    from collections.abc import Callable, Mapping
 
     from gpu_worker_pool.api.http_client import AsyncGPUStatsHTTPClient, Fetched, MultiEndpointHTTPClientPool
     from gpu_worker_pool.client.default_endpoint import StatsClientWithURL
@@ -56,16 +56,6 @@ class Kind(Enum):
     IN_PROCESS = "in_process"
     #: It gives no leases, and must not be used without them.
     REFUSED = "refused"
-
-
-class Assigner(Protocol):
-    """Hands out GPUs and takes them back."""
-
-    def acquire(
-        self, requirements: Requirements, timeout: float | None, label: str | None
-    ) -> Coroutine[Any, Any, GPUAssignment]: ...
-
-    def release_gpu(self, assignment: GPUAssignment) -> Coroutine[Any, Any, None]: ...
 
 
 class FeatureDetectingClient:
@@ -138,7 +128,7 @@ class Coordinator:
         _check_key(config)
         _check_local(config)
         #: What hands out GPUs: the manager alone while no endpoint gives leases.
-        self.assigner: Assigner = manager
+        self.assigner: WorkerPoolManager | LeasePool | Forked = manager
         self._config = config
         self._environ = environ
         self._manager = manager

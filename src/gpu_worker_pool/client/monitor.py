@@ -299,15 +299,9 @@ class MultiEndpointGPUMonitor:
 
     async def next_fetches(self, timeout_seconds: float) -> None:
         """Wait until every endpoint has been polled once more, or the timeout expires."""
-        waiting = [asyncio.ensure_future(monitor.next_fetch()) for monitor in self._monitors.values()]
-        if not waiting:
-            return
-        try:
-            await asyncio.wait(waiting, timeout=timeout_seconds)
-        finally:
-            for one in waiting:
-                one.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                await asyncio.gather(*(monitor.next_fetch() for monitor in self._monitors.values()))
 
 
 def coming_back(stats: GPUStats, since_return_seconds: float, in_use_before: Container[int] = ()) -> GPUStats:
