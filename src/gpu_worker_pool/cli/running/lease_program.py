@@ -129,11 +129,11 @@ class _LeaseProgram:
 
     async def _acquire(self) -> HeldLease | None:
         """None if it is not needed any more, or there is none in time, which was reported."""
-        is_no_wait = self._spec.is_no_wait
+        is_no_wait, timeout_seconds = self._spec.is_no_wait, self._spec.timeout_seconds
         acquisition = Acquisition(
             self._engine,
             [Candidate(self._engine.endpoint(service), request) for service, request in requests_for(self._spec)],
-            timeout_seconds=0.0 if is_no_wait else self._spec.timeout_seconds or math.inf,
+            timeout_seconds=0.0 if is_no_wait else math.inf if timeout_seconds is None else timeout_seconds,
             first_answer_seconds=NO_WAIT_SECONDS if is_no_wait else FIRST_ANSWER_SECONDS,
             poll_seconds=POLL_SECONDS,
             on_news=self._report,
@@ -213,7 +213,7 @@ class _LeaseProgram:
         """Whether nothing of it is left."""
         await _first_of(self._is_over.wait(), self._is_alone.wait())
         if self._is_over.is_set():
-            return self._is_clean
+            return self._is_clean or self._command_pid is None  # it was stopped before there was a command
         # It was killed, and the kernel kills the command; what that has started is not ours to kill.
         if self._command_pid is not None:
             await until_gone(self._command_pid)
