@@ -198,18 +198,20 @@ class GPUAssignment:
         self._check_gpu_id("gpu_id", self.gpu_id)
         _check_text("worker_id", self.worker_id)
         _check_datetime("assigned_at", self.assigned_at)
-        gpu_ids, gpu_uuids = tuple(self.gpu_ids) or (self.gpu_id,), tuple(self.gpu_uuids)
-        object.__setattr__(self, "gpu_ids", gpu_ids)
-        object.__setattr__(self, "gpu_uuids", gpu_uuids)
-        if gpu_ids[0] != self.gpu_id:
-            raise ValueError(f"gpu_ids must begin with gpu_id {self.gpu_id!r}, not {gpu_ids!r}")
-        for gpu_id in gpu_ids:
-            if gpu_id is not self.gpu_id:
+        if self.gpu_ids:
+            object.__setattr__(self, "gpu_ids", tuple(self.gpu_ids))
+            if self.gpu_ids[0] != self.gpu_id:
+                raise ValueError(f"gpu_ids must begin with gpu_id {self.gpu_id!r}, not {self.gpu_ids!r}")
+            for gpu_id in self.gpu_ids:
                 self._check_gpu_id("gpu_ids", gpu_id)
-        if gpu_uuids and len(gpu_uuids) != len(gpu_ids):
-            raise ValueError(f"gpu_uuids must be one per entry of gpu_ids {gpu_ids!r}, not {gpu_uuids!r}")
-        for uuid in gpu_uuids:
-            _check_text("gpu_uuids", uuid)
+        else:
+            object.__setattr__(self, "gpu_ids", (self.gpu_id,))
+        if self.gpu_uuids:
+            object.__setattr__(self, "gpu_uuids", tuple(self.gpu_uuids))
+            if len(self.gpu_uuids) != len(self.gpu_ids):
+                raise ValueError(f"gpu_uuids must be one per entry of gpu_ids {self.gpu_ids!r}, not {self.gpu_uuids!r}")
+            for uuid in self.gpu_uuids:
+                _check_text("gpu_uuids", uuid)
         if self.lease_id is not None:
             _check_text("lease_id", self.lease_id)
         if self.fence is not None:
@@ -328,22 +330,35 @@ def make_assignment(
     lease_health: LeaseHealth | None = None,
 ) -> GPUAssignment:
     """A global one unless `endpoint_id` is empty, which it is with a single endpoint."""
+    uuids = tuple([gpu.uuid for gpu in gpus if gpu.uuid is not None])
+    gpu_uuids = uuids if len(uuids) == len(gpus) else ()
     first = gpus[0].index
-    uuids = [gpu.uuid for gpu in gpus if gpu.uuid is not None]
-    details: dict[str, Any] = {
-        "gpu_uuids": tuple(uuids) if len(uuids) == len(gpus) else (),
-        "lease_id": lease_id,
-        "fence": fence,
-        "expires_at": expires_at,
-        "_lease_health": lease_health,
-    }
     if not endpoint_id:
-        if len(gpus) > 1:
-            details["gpu_ids"] = tuple(gpu.index for gpu in gpus)
-        return GPUAssignment(first, worker_id, assigned_at, **details)
-    if len(gpus) > 1:
-        details["gpu_ids"] = tuple(f"{endpoint_id}:{gpu.index}" for gpu in gpus)
-    return GlobalGPUAssignment(f"{endpoint_id}:{first}", endpoint_id, first, worker_id, assigned_at, **details)
+        return GPUAssignment(
+            first,
+            worker_id,
+            assigned_at,
+            gpu_ids=() if len(gpus) == 1 else tuple(gpu.index for gpu in gpus),
+            gpu_uuids=gpu_uuids,
+            lease_id=lease_id,
+            fence=fence,
+            expires_at=expires_at,
+            _lease_health=lease_health,
+        )
+    names = [make_global_gpu_id(endpoint_id, gpu.index) for gpu in gpus]
+    return GlobalGPUAssignment(
+        names[0],
+        endpoint_id,
+        first,
+        worker_id,
+        assigned_at,
+        gpu_ids=tuple(names),
+        gpu_uuids=gpu_uuids,
+        lease_id=lease_id,
+        fence=fence,
+        expires_at=expires_at,
+        _lease_health=lease_health,
+    )
 
 
 def _do_nothing(_: object) -> None:
