@@ -317,7 +317,7 @@ async def test_readings_that_a_stop_cuts_short_are_no_bug(environ: dict[str, str
 def test_what_it_cannot_be_combined_with() -> None:
     with pytest.raises(ValueError, match=r"local:// cannot be one of several"):
         GPUWorkerPoolClient(service_endpoints=["local://", "http://gpu2:8000"], environ={})
-    with pytest.raises(ValueError, match=r'with coordination="local" there are none'):
+    with pytest.raises(ValueError, match=r'which coordination="local" turns off'):
         GPUWorkerPoolClient("local://", coordination="local", environ={})
 
 
