@@ -195,9 +195,13 @@ class GPUAssignment:
     _lease_health: LeaseHealth | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._check_gpu_id("gpu_id", self.gpu_id)
-        _check_text("worker_id", self.worker_id)
-        _check_datetime("assigned_at", self.assigned_at)
+        # One of these is made for every request, so what is right is found to be so without a call.
+        if type(self.gpu_id) is not int or self.gpu_id < 0:
+            self._check_gpu_id("gpu_id", self.gpu_id)
+        if type(self.worker_id) is not str or not self.worker_id:
+            _check_text("worker_id", self.worker_id)
+        if type(self.assigned_at) is not datetime:
+            _check_datetime("assigned_at", self.assigned_at)
         if self.gpu_ids:
             object.__setattr__(self, "gpu_ids", tuple(self.gpu_ids))
             if self.gpu_ids[0] != self.gpu_id:
@@ -207,14 +211,15 @@ class GPUAssignment:
         else:
             object.__setattr__(self, "gpu_ids", (self.gpu_id,))
         if self.gpu_uuids:
-            object.__setattr__(self, "gpu_uuids", tuple(self.gpu_uuids))
+            if type(self.gpu_uuids) is not tuple:
+                object.__setattr__(self, "gpu_uuids", tuple(self.gpu_uuids))
             if len(self.gpu_uuids) != len(self.gpu_ids):
                 raise ValueError(f"gpu_uuids must be one per entry of gpu_ids {self.gpu_ids!r}, not {self.gpu_uuids!r}")
             for uuid in self.gpu_uuids:
                 _check_text("gpu_uuids", uuid)
         if self.lease_id is not None:
             _check_text("lease_id", self.lease_id)
-        if self.fence is not None:
+        if self.fence is not None and (type(self.fence) is not int or self.fence < 0):
             _check_count("fence", self.fence)
         if self.expires_at is not None:
             _check_datetime("expires_at", self.expires_at)
@@ -338,7 +343,7 @@ def make_assignment(
             first,
             worker_id,
             assigned_at,
-            gpu_ids=() if len(gpus) == 1 else tuple(gpu.index for gpu in gpus),
+            gpu_ids=() if len(gpus) == 1 else tuple([gpu.index for gpu in gpus]),
             gpu_uuids=gpu_uuids,
             lease_id=lease_id,
             fence=fence,

@@ -256,9 +256,15 @@ class WorkerPoolManager:
                 self._apply(Cancelled(request_id))
 
     def enqueue_worker(
-        self, worker: WorkerInfo, timeout: float | None = None, requirements: Requirements = ANY_GPU
+        self,
+        worker: WorkerInfo,
+        timeout: float | None = None,
+        requirements: Requirements = ANY_GPU,
+        *,
+        wishes: Requirements | None = None,
     ) -> None:
         """Request a GPU for a worker that is notified by a callback; `release_worker` gives the GPU back."""
+        requirements = wishes or requirements  # its former name
         pool = self._running_pool()
         if iscoroutinefunction(worker.callback) or iscoroutinefunction(worker.on_error):
             raise ValueError(f"the callbacks of worker {worker.id!r} are called, not awaited: use plain functions")
