@@ -487,6 +487,8 @@ def test_a_grant_that_nobody_is_there_to_hear_of_is_only_offered(server: ServerP
     for _ in range(4):
         body = json.dumps({"request_id": new("gone"), "ttl_seconds": 3600}).encode()
         with connect(server) as connection:
+            # Corked, the request leaves together with the end of the connection: no answer can come in between.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
             connection.sendall(raw_request(body, b"Content-Length: %d" % len(body)))
     eventually(lambda: len(server.get("/leases").json["leases"]) == 4)
     eventually(lambda: {row["state"] for row in server.get("/leases").json["leases"]} == {"offered"}, 3)
