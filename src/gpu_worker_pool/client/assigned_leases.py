@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpu_worker_pool.client.lease_thread import LeaseThread
-    from gpu_worker_pool.core import Waiter
+    from gpu_worker_pool.core import Request
     from gpu_worker_pool.core.mirror import MirrorPool
     from gpu_worker_pool.leases.lease import HeldLease
     from gpu_worker_pool.models import GPUAssignment
@@ -71,11 +71,14 @@ class AssignedLeases:
         """Watch no assignment any more."""
         self._holders.clear()
 
-    def hand_over(self, held: HeldLease, waiter: Waiter, *, was_blocked: bool) -> GPUAssignment:
+    def hand_over(self, held: HeldLease, request: Request, requested_at: float, *, was_blocked: bool) -> GPUAssignment:
+        """`request`: as its worker made it, before it was adapted to the endpoint."""
         pool_id = self._pool_id(held.endpoint_id)
         gpus = [HeldGPU(gpu_id_in_pool(pool_id, gpu.index), gpu.index, gpu.uuid, gpu.name) for gpu in held.gpus]
         # Not the server's id: several servers use the same ones, and several waiters may have parts of one lease.
-        lease = self._view.granted(held.request.request_id, waiter, pool_id, tuple(gpus), self._now())
+        lease = self._view.granted(
+            held.request.request_id, request, pool_id, tuple(gpus), requested_at=requested_at, now=self._now()
+        )
         assignment = self._holders.hand_over(lease, self._assignment(held), held=held)
         if pool_events.is_wanted():
             pool_events.assigned(lease, was_blocked=was_blocked)

@@ -19,7 +19,7 @@ from gpu_worker_pool.client import pool_metrics
 from gpu_worker_pool.client.lease_pool import LeasePool
 from gpu_worker_pool.client.manager import readings_of
 from gpu_worker_pool.config import LOCAL_ENDPOINT, is_loopback_url, is_private_url
-from gpu_worker_pool.core import Requirements, explain_requirements
+from gpu_worker_pool.core import Requirements
 from gpu_worker_pool.errors import ServiceRefusedError
 from gpu_worker_pool.forks import Forked
 from gpu_worker_pool.leases.http import HTTPLeaseService
@@ -292,10 +292,7 @@ class Coordinator:
         explained = self._manager.explain(**requirements)
         if self._pool is None:
             return explained
-        now = self._manager.now
-        self._pool.view.advance(now)
-        leased = explain_requirements(self._pool.view, Requirements(**requirements), now)
-        return pool_metrics.explained(leased, explained)
+        return pool_metrics.explained(self._pool.explain(Requirements(**requirements)), explained)
 
 
 def _check_callback(on_lease_lost: object) -> None:

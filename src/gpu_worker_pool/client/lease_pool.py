@@ -17,7 +17,7 @@ from gpu_worker_pool.client.in_process import InProcessService
 from gpu_worker_pool.client.lease_thread import LeaseThread
 from gpu_worker_pool.client.manager import checked_timeout
 from gpu_worker_pool.client.refusals import MOST_GPUS_LISTED, Refusals
-from gpu_worker_pool.core import Ended, Request, RequestState, explain_requirements
+from gpu_worker_pool.core import Ended, Request, RequestState, Waiter, explain_requirements
 from gpu_worker_pool.core.balancing import balancer_for
 from gpu_worker_pool.core.mirror import MirrorPool
 from gpu_worker_pool.errors import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.client.manager import WorkerPoolManager
     from gpu_worker_pool.config import PoolConfig
-    from gpu_worker_pool.core import PoolSettings, Requirements, Waiter
+    from gpu_worker_pool.core import Explanation, PoolSettings, Requirements
     from gpu_worker_pool.core.allocator import GPUAllocator
     from gpu_worker_pool.core.gpus import EndpointState
     from gpu_worker_pool.leases.endpoint import LeaseEndpoint
@@ -64,14 +64,15 @@ class LeasePool:
         self._refusals = Refusals(failing_endpoints)
         self._loop = asyncio.get_running_loop()
         self.thread: LeaseThread | None = None
-        #: What is known of the servers that give leases: their readings, the leases held there, our own waiters.
+        #: What is known of the servers that give leases: their readings, and the leases held there.
         self.view = MirrorPool(settings)
         self._balancer = balancer_for(settings.strategy)
         #: By endpoint id, in the order in which they were found to give leases.
         self._endpoints: dict[str, LeaseEndpoint] = {}
         #: By endpoint id: why an endpoint cannot be used at all.
         self._refused: dict[str, GPUWorkerPoolError] = {}
-        self._acquisitions: dict[Acquisition, Waiter] = {}
+        #: Each request that waits, as its worker made it, in the order of arrival.
+        self._acquisitions: dict[Acquisition, Request] = {}
         self._leases = AssignedLeases(
             self.view,
             now=lambda: manager.now,
@@ -130,8 +131,8 @@ class LeasePool:
         thread.close_with(service.close)
         self._endpoints[endpoint_id] = thread.engine.endpoint(service)
         self._refused.pop(endpoint_id, None)
-        for acquisition, waiter in self._acquisitions.items():
-            self._join(acquisition, endpoint_id, waiter.request)
+        for acquisition, request in self._acquisitions.items():
+            self._join(acquisition, endpoint_id, request)
 
     def refused(self, endpoint_id: str, error: GPUWorkerPoolError) -> None:
         """An endpoint gives no leases, and must not be used without them."""
@@ -159,9 +160,9 @@ class LeasePool:
     def set_in_process(self, *, has_endpoints: bool) -> None:
         """Whether this process assigns, or may have to assign, the GPUs of any endpoint."""
         self._has_in_process = has_endpoints
-        for acquisition, waiter in self._acquisitions.items():
+        for acquisition, request in self._acquisitions.items():
             if has_endpoints:
-                self._join(acquisition, IN_PROCESS, waiter.request)
+                self._join(acquisition, IN_PROCESS, request)
             else:
                 self.start_thread().call(acquisition.leave, IN_PROCESS)
 
@@ -180,44 +181,42 @@ class LeasePool:
     # --- requesting ---
 
     async def acquire(self, requirements: Requirements, timeout: float | None, label: str | None) -> GPUAssignment:
-        manager, view = self._manager, self.view
+        manager = self._manager
         _ = manager.pool  # raises if it cannot be used
         seconds = self._config.worker_timeout if timeout is None else checked_timeout(timeout)
         name = self._leases.new_worker_id()
         request = Request(name, requirements, name, "", label, self._config.lease_ttl)
         begun_at = manager.now
-        waiter = view.wait(request, begun_at)
         thread = self.start_thread()
-        try:
-            while True:
-                acquisition = self._acquisition(thread, request, max(begun_at + seconds - manager.now, 0.0))
-                self._acquisitions[acquisition] = waiter
-                try:
-                    held = await asyncio.wrap_future(thread.do(acquisition.run))
-                except TimeoutError as error:
-                    if isinstance(error, GPUWorkerPoolError):
-                        raise
-                    raise self._timeout_error(acquisition, request, manager.now - begun_at) from None
-                except PoolStoppedError:
-                    ended = Ended(name, RequestState.STOPPED)
-                    raise self._refusals.error_of(view, request, ended, manager.now - begun_at) from None
-                except asyncio.CancelledError:
-                    # It may have been granted at the same moment.
-                    thread.call(acquisition.withdraw)
+        while True:
+            acquisition = self._acquisition(thread, request, begun_at, seconds)
+            self._acquisitions[acquisition] = request
+            try:
+                held = await asyncio.wrap_future(thread.do(acquisition.run))
+            except TimeoutError as error:
+                if isinstance(error, GPUWorkerPoolError):
                     raise
-                finally:
-                    self._acquisitions.pop(acquisition, None)
-                if held.assignment is not None:
-                    self._in_process.handed_over(held)
-                    return held.assignment
-                if not held.is_lost:  # else it was lost before it was handed over
-                    pool_id = self._pool_id(held.endpoint_id)
-                    manager.grants[pool_id] = manager.grants.get(pool_id, 0) + 1
-                    return self._leases.hand_over(held, waiter, was_blocked=acquisition.was_blocked)
-        finally:
-            view.stop_waiting(waiter)
+                raise self._timeout_error(acquisition, request, manager.now - begun_at) from None
+            except PoolStoppedError:
+                ended = Ended(name, RequestState.STOPPED)
+                raise self._refusals.error_of(self.view, request, ended, manager.now - begun_at) from None
+            except asyncio.CancelledError:
+                # It may have been granted at the same moment.
+                thread.call(acquisition.withdraw)
+                raise
+            finally:
+                self._acquisitions.pop(acquisition, None)
+            if held.assignment is not None:
+                self._in_process.handed_over(held)
+                return held.assignment
+            if not held.is_lost:  # else it was lost before it was handed over
+                pool_id = self._pool_id(held.endpoint_id)
+                manager.grants[pool_id] = manager.grants.get(pool_id, 0) + 1
+                return self._leases.hand_over(held, request, begun_at, was_blocked=acquisition.was_blocked)
 
-    def _acquisition(self, thread: LeaseThread, request: Request, timeout_seconds: float) -> Acquisition:
+    def _acquisition(
+        self, thread: LeaseThread, request: Request, begun_at: float, timeout_seconds: float
+    ) -> Acquisition:
         requirements, now = request.requirements, self._manager.now
         able = _able_endpoints(self.view.allocator, requirements, now)
         if self._has_in_process:
@@ -230,13 +229,13 @@ class LeasePool:
         if self._has_in_process and IN_PROCESS not in ranked:
             then.append(IN_PROCESS)
         candidates = {name: self._candidate(name, request, first) for name in (*first, *then)}
-        tell_loop = partial(self._loop.call_soon_threadsafe, self._report_blocked, request)
         acquisition = Acquisition(
             thread.engine,
             [found for name in first if isinstance(found := candidates[name], Candidate)],
             [found for name in then if isinstance(found := candidates[name], Candidate)],
+            begun_at=begun_at,
             timeout_seconds=timeout_seconds,
-            on_blocked=tell_loop if pool_events.is_wanted() else lambda: None,
+            on_blocked=partial(self._loop.call_soon_threadsafe, self._report_blocked, request),
         )
         impossible = {name: error for name, error in candidates.items() if not isinstance(error, Candidate)}
         acquisition.refused.update(impossible | self._refused)
@@ -272,8 +271,10 @@ class LeasePool:
         return state is not None and state.is_answering
 
     def _report_blocked(self, request: Request) -> None:
-        acquisition = next((each for each, waiter in self._acquisitions.items() if waiter.request is request), None)
-        if acquisition is None or not self._endpoints or not pool_events.is_wanted():
+        if not (self._endpoints and pool_events.is_wanted()):
+            return
+        acquisition = next((each for each, waiting in self._acquisitions.items() if waiting is request), None)
+        if acquisition is None:
             return
         answers = (each.waiting for each in acquisition.requests.values() if each.waiting is not None)
         why = "; ".join(reason for waiting in answers for reason in waiting.reasons[1:])
@@ -324,11 +325,18 @@ class LeasePool:
 
     @property
     def waiting(self) -> list[Waiter]:
-        """The waiters that are not in this process's own queue, in order."""
+        """The requests that do not wait in this process's own queue, in order."""
         waiters = [
-            each for each in self._acquisitions.values() if not self._in_process.is_waiting(each.request.request_id)
+            Waiter(request, ticket, acquisition.begun_at)
+            for ticket, (acquisition, request) in enumerate(self._acquisitions.items())
+            if not self._in_process.is_waiting(request.request_id)
         ]
         return sorted(waiters, key=lambda waiter: waiter.order)
+
+    def explain(self, requirements: Requirements) -> Explanation:
+        explained = explain_requirements(self.view, requirements, self._manager.now)
+        waiting = (request.requirements.priority for request in self._acquisitions.values())
+        return replace(explained, position=1 + sum(priority >= requirements.priority for priority in waiting))
 
     def get_pool_status(self) -> PoolStatus:
         return pool_metrics.pool_status(self.view, self._manager.now, len(self.waiting))

@@ -27,8 +27,7 @@ def check_requested(pool: Pool, event: Requested, now: float) -> None:
     request = event.request
     if request.ttl_seconds is not None and not 0 < request.ttl_seconds < math.inf:
         raise IllegalEventError(f"ttl_seconds must be a number above 0, not {request.ttl_seconds!r}")
-    known = _known(pool, request.request_id, now)
-    if known is not None:
+    if request.request_id in pool.requests and (known := _known(pool, request.request_id, now)) is not None:
         if known.request != request:
             raise RequestMismatchError(
                 f"request id {request.request_id!r} was used for another request; choose a new id"

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.moves import LeaseState
 from gpu_worker_pool.core.pool import Pool
-from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.errors import IllegalEventError
 
 if TYPE_CHECKING:
@@ -47,29 +46,29 @@ class MirrorPool(Pool):
         if is_removed:
             self.allocator.remove(endpoint_id)
 
-    def wait(self, request: Request, now: float) -> Waiter:
-        self.ticket += 1
-        waiter = Waiter(request, self.ticket, now)
-        self.queue.enqueue(waiter)
-        return waiter
-
-    def stop_waiting(self, waiter: Waiter) -> None:
-        self.queue.remove(waiter)
-
-    def granted(self, lease_id: str, waiter: Waiter, endpoint_id: str, held: tuple[HeldGPU, ...], now: float) -> Lease:
+    def granted(
+        self,
+        lease_id: str,
+        request: Request,
+        endpoint_id: str,
+        held: tuple[HeldGPU, ...],
+        *,
+        requested_at: float,
+        now: float,
+    ) -> Lease:
         """`held` may name a GPU twice: two MIG devices of one GPU."""
         names = tuple(dict.fromkeys(gpu.gpu_id for gpu in held))
         gpus = [self.allocator.gpu(name, endpoint_id) for name in names]
         self.fence += 1  # in the order of the grants, which the fences of several servers do not tell
         lease = Lease(
             lease_id,
-            waiter.request,
+            request,
             endpoint_id,
             names,
             held,
             self.fence,
             LeaseState.HELD,
-            requested_at=waiter.enqueued_at,
+            requested_at=requested_at,
             granted_at=now,
             expires_at=None,
         )

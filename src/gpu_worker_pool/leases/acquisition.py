@@ -57,6 +57,7 @@ class Acquisition:
         first: Iterable[Candidate],
         then: Iterable[Candidate] = (),
         *,
+        begun_at: float | None = None,
         timeout_seconds: float = math.inf,
         first_answer_seconds: float = FIRST_ANSWER_SECONDS,
         poll_seconds: float | None = None,
@@ -65,8 +66,9 @@ class Acquisition:
     ) -> None:
         """`first` are asked one after the other, then `then` all at once.
 
-        `poll_seconds`: see `EndpointRequest`. `on_news` is called with every answer of an endpoint; `on_blocked` once,
-        when no endpoint can grant it at once.
+        `begun_at`: when its worker asked, on the monotonic clock, if that was earlier. `poll_seconds`: see
+        `EndpointRequest`. `on_news` is called with every answer of an endpoint; `on_blocked` once, when no endpoint can
+        grant it at once.
         """
         self._engine = engine
         self._first = deque(first)
@@ -75,7 +77,7 @@ class Acquisition:
         self._poll_seconds = poll_seconds
         self._on_news = on_news
         self._on_blocked = on_blocked
-        self.begun_at = time.monotonic()
+        self.begun_at = time.monotonic() if begun_at is None else begun_at
         self._deadline = self.begun_at + timeout_seconds
         self._first_answers_until = self.begun_at + first_answer_seconds
         #: By endpoint id.
