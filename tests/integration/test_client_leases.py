@@ -468,6 +468,33 @@ async def test_a_loop_that_is_closed_without_a_stop(server: ServerProcess) -> No
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_a_request_that_outlives_its_loop_keeps_no_gpu(server: ServerProcess, *, is_stopped: bool) -> None:
+    async with client_of(server) as holder:
+        held = [await holder.request_gpu() for _ in range(2)]
+        client = client_of(server)
+
+        def program() -> None:
+            loop = asyncio.new_event_loop()
+            loop.run_until_complete(client.start())
+            waiting = loop.create_task(client.request_gpu(timeout=1000))
+            loop.run_until_complete(until(lambda: queue(server)))
+            loop.close()
+            del waiting
+
+        await asyncio.to_thread(program)
+        if is_stopped:
+            await client.stop()
+            await until(lambda: not queue(server))
+        await holder.release_gpu(held[0])
+        await until(lambda: not queue(server) and len(leases(server)) == 1)
+        if not is_stopped:
+            await client.stop()
+        await holder.release_gpu(held[1])
+    gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore")
 async def test_what_outlives_its_loop_is_kept_for_as_long_as_somebody_has_it(server: ServerProcess) -> None:
     """As a script does that has a GPU by `asyncio.run`, and then works without a loop."""
     clients = [client_of(server, lease_ttl=2)]
@@ -558,6 +585,27 @@ async def test_a_stop_ends_those_who_wait_and_gives_back_what_is_held(
     assert "gpu-pool leases" not in {thread.name for thread in threading.enumerate()}
     async with client:
         await client.release_gpu(await client.request_gpu(timeout=10))
+
+
+async def test_a_worker_gets_nothing_after_a_stop_also_if_it_was_granted_before(server: ServerProcess) -> None:
+    """The grant arrives while the program computes, and the stop comes before its worker can take it."""
+    async with client_of(server) as holder:
+        held = [await holder.request_gpu() for _ in range(2)]
+        client = client_of(server)
+        await client.start()
+        waiting = asyncio.create_task(client.request_gpu())
+        await until(lambda: queue(server))
+        stopping = asyncio.create_task(client.stop())  # runs when this task awaits something again
+        take_away(server, held[0].lease_id)
+        granted_by = time.monotonic() + 10
+        while not {lease["lease_id"] for lease in leases(server)} - {assignment.lease_id for assignment in held}:
+            assert time.monotonic() < granted_by
+            time.sleep(0.01)  # noqa: ASYNC251  # the loop is to be blocked
+        time.sleep(0.2)  # noqa: ASYNC251  # for the answer to arrive in the lease thread
+        with pytest.raises(PoolStoppedError, match="the pool was stopped while"):
+            await waiting
+        await stopping
+        await holder.release_gpu(held[1])
 
 
 async def test_somebody_who_is_taken_out_of_the_queue_is_told(server: ServerProcess) -> None:

@@ -33,6 +33,7 @@ from gpu_worker_pool.leases.lease import requirements_at, with_new_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
+    from concurrent.futures import Future
 
     from gpu_worker_pool.client.manager import WorkerPoolManager
     from gpu_worker_pool.config import PoolConfig
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.allocator import GPUAllocator
     from gpu_worker_pool.core.gpus import EndpointState
     from gpu_worker_pool.leases.endpoint import LeaseEndpoint
-    from gpu_worker_pool.leases.lease import LeaseService, StillWaiting
+    from gpu_worker_pool.leases.lease import HeldLease, LeaseService, StillWaiting
     from gpu_worker_pool.models import GPUAssignment, PoolStatus
 
 
@@ -86,6 +87,7 @@ class LeasePool:
         self._has_in_process = True
         self._has_given_leases = False
         self._in_process = InProcessService(manager, self._loop)
+        self._is_stopped = False
 
     # --- life ---
 
@@ -94,9 +96,7 @@ class LeasePool:
         thread = self.thread
         self._leases.stop()
         if thread is not None:
-            for acquisition in self._acquisitions:
-                thread.call(acquisition.withdraw)
-            over = asyncio.wrap_future(thread.request_stop())
+            over = asyncio.wrap_future(self._end(thread))
             try:
                 await asyncio.shield(over)
             finally:
@@ -107,7 +107,14 @@ class LeasePool:
         """The event loop is closed: give back the leases of its tasks, without waiting for that."""
         self._leases.forget()
         if self.thread is not None:
-            self.thread.request_stop()
+            self._end(self.thread)
+
+    def _end(self, thread: LeaseThread) -> Future[None]:
+        # A lease may be on its way to its worker, who must not get it any more.
+        self._is_stopped = True
+        for acquisition in self._acquisitions:
+            thread.call(acquisition.withdraw)
+        return thread.request_stop()
 
     def forked(self) -> None:
         """In a forked child: the parent keeps the leases and continues its requests."""
@@ -192,27 +199,35 @@ class LeasePool:
             acquisition = self._acquisition(thread, request, begun_at, seconds)
             self._acquisitions[acquisition] = request
             try:
-                held = await asyncio.wrap_future(thread.do(acquisition.run))
+                held = await asyncio.wrap_future(thread.do(partial(self._run, acquisition)))
             except TimeoutError as error:
                 if isinstance(error, GPUWorkerPoolError):
                     raise
                 raise self._timeout_error(acquisition, request, manager.now - begun_at) from None
             except PoolStoppedError:
-                ended = Ended(name, RequestState.STOPPED)
-                raise self._refusals.error_of(self.view, request, ended, manager.now - begun_at) from None
+                raise self._stopped_error(request, begun_at) from None
             except asyncio.CancelledError:
                 # It may have been granted at the same moment.
                 thread.call(acquisition.withdraw)
                 raise
             finally:
                 self._acquisitions.pop(acquisition, None)
+            if self._is_stopped:
+                raise self._stopped_error(request, begun_at)
             if held.assignment is not None:
                 self._in_process.handed_over(held)
                 return held.assignment
-            if not held.is_lost:  # else it was lost before it was handed over
+            if not (held.is_lost or held.has_ended):  # else it ended before it was handed over
                 pool_id = self._pool_id(held.endpoint_id)
                 manager.grants[pool_id] = manager.grants.get(pool_id, 0) + 1
                 return self._leases.hand_over(held, request, begun_at, was_blocked=acquisition.was_blocked)
+
+    async def _run(self, acquisition: Acquisition) -> HeldLease:
+        """In the lease thread."""
+        held = await acquisition.run()
+        if self._loop.is_closed():
+            acquisition.withdraw()  # nobody is left to give it back
+        return held
 
     def _acquisition(
         self, thread: LeaseThread, request: Request, begun_at: float, timeout_seconds: float
@@ -281,6 +296,10 @@ class LeasePool:
         free = self.view.allocator.available(self._manager.now)
         pool_events.blocked(request.worker_id, request.requirements, len(self.waiting) - 1, free, why)
 
+    def _stopped_error(self, request: Request, begun_at: float) -> Exception:
+        ended = Ended(request.request_id, RequestState.STOPPED)
+        return self._refusals.error_of(self.view, request, ended, self._manager.now - begun_at)
+
     def _timeout_error(self, acquisition: Acquisition, request: Request, waited_seconds: float) -> Exception:
         self.view.advance(self._manager.now)
         pool = self.view if self._endpoints else self._manager.pool
@@ -294,6 +313,8 @@ class LeasePool:
             here = explain_requirements(self._manager.pool, request.requirements, self._manager.now)
             details = "".join(f"\n  {gpu}" for gpu in here.gpus[:MOST_GPUS_LISTED])
         details += "".join(f"\n  {name}: {why}" for name, why in acquisition.refused.items())
+        if not (requests or acquisition.refused) and self._endpoints:
+            details += "\n  it was not sent yet: the servers are slow to answer the requests before it"
         for name, each in requests.items():
             said = each.error or each.trouble or each.endpoint.last_error
             if said is not None and not isinstance(said, WorkerTimeoutError):

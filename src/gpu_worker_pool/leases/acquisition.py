@@ -19,6 +19,7 @@ from gpu_worker_pool.errors import (
     PoolStoppedError,
     ServiceRefusedError,
 )
+from gpu_worker_pool.leases import endpoint
 from gpu_worker_pool.leases.endpoint import EndpointRequest
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from gpu_worker_pool.leases.engine import LeaseEngine
     from gpu_worker_pool.leases.lease import HeldLease
 
-#: How long to wait for one endpoint's first answer before asking the next endpoint.
-HEDGE_SECONDS = 1.0
 #: With a timeout of 0: how long to wait for the first answers.
 FIRST_ANSWER_SECONDS = 2.0
 #: Total wait of all first polls: enough to read again a GPU that was just released.
@@ -104,8 +103,9 @@ class Acquisition:
         self._first = deque(each for each in self._first if each.endpoint.endpoint_id != endpoint_id)
         self._then = [each for each in self._then if each.endpoint.endpoint_id != endpoint_id]
         self.refused.pop(endpoint_id, None)
-        request = self.requests.pop(endpoint_id, None)
-        if request is not None:
+        request = self.requests.get(endpoint_id)
+        if request is not None and request is not self._won:  # else the endpoint goes too late
+            del self.requests[endpoint_id]
             request.withdraw()
         self._news.set()
 
@@ -132,10 +132,13 @@ class Acquisition:
         try:
             # First come, first served, also across endpoints: a later request is sent nowhere before this one has been
             # sent everywhere or granted.
-            async with self._engine.turn:
+            await self._until_its_turn()
+            try:
                 while self._first and not self._is_decided() and time.monotonic() < self._deadline:
                     await self._until_answered(self._begin(self._first.popleft()))
                 self._begin_the_rest()
+            finally:
+                self._engine.turn.release()
             while not self._is_decided():
                 self._begin_the_rest()
                 self._reserve_at_one_endpoint()
@@ -151,8 +154,13 @@ class Acquisition:
                 if request is not self._won:
                     request.withdraw()
 
+    async def _until_its_turn(self) -> None:
+        last = max(self._deadline, self._first_answers_until)
+        async with asyncio.timeout(None if last == math.inf else max(last - time.monotonic(), 0.0)):
+            await self._engine.turn.acquire()
+
     async def _until_answered(self, request: EndpointRequest) -> None:
-        silent_at = time.monotonic() + HEDGE_SECONDS
+        silent_at = time.monotonic() + endpoint.SILENCE_SECONDS
         while not (self._has_answered(request) or self._is_decided()):
             if not await self._news_until(min(silent_at, self._deadline)):
                 request.endpoint.is_silent = time.monotonic() >= silent_at
@@ -201,7 +209,7 @@ class Acquisition:
             self._news.set()
 
     def _has_answered(self, request: EndpointRequest) -> bool:
-        return request.has_answered or request.endpoint.is_failing or request.endpoint.is_silent
+        return request.has_answered or request.endpoint.is_left_alone or request.endpoint.is_silent
 
     def _reserve_at_one_endpoint(self) -> None:
         """Rule 4: one endpoint at a time may reserve GPUs for it; another one when that fails."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.backoff import backoff_seconds
-from gpu_worker_pool.core.breaker import Breaker
+from gpu_worker_pool.core.breaker import Breaker, BreakerState
 from gpu_worker_pool.errors import (
     GPUWorkerPoolError,
     RequestCancelledError,
@@ -43,6 +43,8 @@ MOST_POLLS_IN_ALL = 1024
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 3.0
 
 
+#: A first poll that takes longer delays no other request: the next endpoint is asked, and the next request is sent.
+SILENCE_SECONDS = 1.0
 #: Interval of short polls, used when no connection is left for a long one: shorter than the offer TTL.
 SHORT_POLL_SECONDS = 4.0
 #: Servers do not let a poll wait longer.
@@ -82,7 +84,7 @@ class LeaseEndpoint:
         self.polls = PollBudget(MOST_POLLS, polls)
         #: First come, first served: a request's first poll is sent when that of the request before it was answered.
         self.first_polls = asyncio.Lock()
-        #: A first poll went unanswered for so long that the next endpoint was asked: requests do not wait for this one.
+        #: A first poll was not answered for `SILENCE_SECONDS`, nor any other since: requests do not wait for this one.
         self.is_silent = False
         self._breaker = Breaker(SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         #: Why the last poll failed; None while it answers.
@@ -99,6 +101,11 @@ class LeaseEndpoint:
     def is_failing(self) -> bool:
         """May be read from any thread."""
         return self.last_error is not None
+
+    @property
+    def is_left_alone(self) -> bool:
+        """It fails, and the next probe is not due yet: no answer can be expected now."""
+        return self.is_failing and self._breaker.state(time.monotonic()) is BreakerState.OPEN
 
     def returned(self) -> None:
         """It answered another kind of call: probe it now instead of later."""
@@ -220,6 +227,8 @@ class EndpointRequest:
         #: Whether the server may know of the request, and whether it certainly does.
         self._was_sent = self._is_known = False
         self._is_first_under_way = False
+        #: Whether it may send its first poll, and later requests may not.
+        self._has_turn = False
         self._task = engine.work_on(self._run())
 
     @property
@@ -267,9 +276,13 @@ class EndpointRequest:
 
     async def _until_granted(self) -> HeldLease | None:
         endpoint = self.endpoint
-        async with endpoint.first_polls:
+        await endpoint.first_polls.acquire()
+        self._has_turn = True
+        try:
             # No wait behind other requests of ours: it would be pointless, and delay the first polls of later ones.
             answer = await self._poll_until_answered(0.0 if endpoint.waiting else self._first_wait_seconds)
+        finally:
+            self._end_turn()
         endpoint.waiting += 1
         has_long_poll = False
         try:
@@ -296,6 +309,10 @@ class EndpointRequest:
             self._is_first_under_way = not self._is_known
             # A probe must not take long: the others wait for its result.
             seconds = 0.0 if self.endpoint.is_failing else wait_seconds
+            patience_seconds = 0.0 if self.endpoint.is_silent else SILENCE_SECONDS
+            silence = (
+                asyncio.get_running_loop().call_later(patience_seconds, self._end_turn) if self._has_turn else None
+            )
             try:
                 answer = await self.endpoint.poll(self._request, wait_seconds=seconds, may_reserve=self.may_reserve)
             except RequestEndedError as error:
@@ -311,9 +328,18 @@ class EndpointRequest:
                 return answer
             finally:
                 self._is_first_under_way = False
+                if silence is not None:
+                    silence.cancel()
             if self._is_withdrawn:
                 raise asyncio.CancelledError
             attempt += 1
+
+    def _end_turn(self) -> None:
+        """The next request may be sent: the first poll of this one was answered, or is not answered in time."""
+        if self._has_turn:
+            self._has_turn = False
+            self.endpoint.is_silent |= self._is_first_under_way
+            self.endpoint.first_polls.release()
 
     def _start_over(self, error: RequestEndedError) -> None:
         """The server dropped it, for example because this process was suspended: send it as a new request."""

@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 #: Time limit of `stop` for giving back leases and withdrawing requests; leases left after that expire.
 STOP_SECONDS = 5.0
+#: The part of it in which leases are given back that could not be at the first try. Not all of it: a program need not
+#: wait long for a server that is down.
+RETRIES_AT_STOP_SECONDS = 2.0
 #: After that, the time limit for cancelled tasks to end.
 CANCELLED_TASKS_SECONDS = 0.5
 #: Timers do not count the time in which the machine sleeps, so they are short.
@@ -76,7 +79,9 @@ class LeaseEngine:
         self._held: dict[str, tuple[HeldLease, asyncio.Task[None]]] = {}
         #: What a stop waits for: requests under way, requests withdrawn, leases given back.
         self._work: set[asyncio.Task[Any]] = set()
-        #: What is retried for a while, and dropped by a stop.
+        #: Leases that could not be given back at the first try.
+        self._releases: set[asyncio.Task[None]] = set()
+        #: What else is retried for a while, and dropped by a stop.
         self._attempts: set[asyncio.Task[Any]] = set()
         self._is_closing = False
 
@@ -99,14 +104,15 @@ class LeaseEngine:
         self._attempts.add(task)
         task.add_done_callback(self._attempts.discard)
 
-    async def until_settled(self, timeout_seconds: float) -> None:
-        """Wait until nothing is left to retry."""
-        if self._attempts:
-            await asyncio.wait(self._attempts, timeout=timeout_seconds)
+    async def until_released(self, timeout_seconds: float) -> None:
+        """Wait until no release is left to retry."""
+        if self._releases:
+            await asyncio.wait(self._releases, timeout=timeout_seconds)
 
     @property
-    def is_retrying(self) -> bool:
-        return bool(self._attempts)
+    def is_releasing(self) -> bool:
+        """Whether a release failed and is being retried."""
+        return bool(self._releases)
 
     # --- renewing ---
 
@@ -203,7 +209,9 @@ class LeaseEngine:
         except (GPUWorkerPoolError, TimeoutError) as error:
             # The holder is done with it in any case, and need not wait for a server that is down.
             self._on_trouble(lease, f"the lease could not be given back; retrying: {str(error) or 'no answer in time'}")
-            self.attempt(self._release_later(lease))
+            retrying = asyncio.get_running_loop().create_task(self._release_later(lease))
+            self._releases.add(retrying)
+            retrying.add_done_callback(self._releases.discard)
 
     async def _release_later(self, lease: HeldLease) -> None:
         """Retry for as long as the server may have it."""
@@ -235,10 +243,16 @@ class LeaseEngine:
                 await self._give_back_everything()
                 while self._work:
                     await asyncio.wait(self._work)
+                await self.until_released(RETRIES_AT_STOP_SECONDS)
         except TimeoutError:
             logger.warning("some leases could not be given back within %g s; they will expire", timeout_seconds)
         self._is_closing = True
-        left: set[asyncio.Task[Any]] = {*self._work, *self._attempts, *(task for _, task in self._held.values())}
+        left: set[asyncio.Task[Any]] = {
+            *self._work,
+            *self._attempts,
+            *self._releases,
+            *(task for _, task in self._held.values()),
+        }
         # Twice: a withdrawn request reacts to the first one by cancelling at its server, and no time is left for that.
         for _ in range(2):
             for task in left:

@@ -133,7 +133,7 @@ async def test_a_second_grant_is_given_back(track: Track) -> None:
 async def test_a_silent_one_does_not_keep_the_next_from_being_asked(
     track: Track, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu_worker_pool.leases.acquisition.HEDGE_SECONDS", 0.1)
+    monkeypatch.setattr("gpu_worker_pool.leases.endpoint.SILENCE_SECONDS", 0.1)
     track.services["a"].delay_seconds = 1.0
     async with asyncio.timeout(0.8):
         won = await track.acquisition("a", "b").run()
@@ -443,11 +443,72 @@ async def test_requests_reach_an_endpoint_in_the_order_in_which_they_were_made(t
 async def test_a_silent_endpoint_delays_one_request_and_not_each_of_them(
     track: Track, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpu_worker_pool.leases.acquisition.HEDGE_SECONDS", 0.2)
+    monkeypatch.setattr("gpu_worker_pool.leases.endpoint.SILENCE_SECONDS", 0.2)
     track.services["a"].delay_seconds = 30.0
     async with asyncio.timeout(2.0):
         won = await asyncio.gather(*(track.acquisition("a", "b").run() for _ in range(20)))
     assert {lease.endpoint_id for lease in won} == {"b"}
+
+
+async def test_a_first_poll_without_an_answer_does_not_keep_later_requests_back(
+    track: Track, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu_worker_pool.leases.endpoint.SILENCE_SECONDS", 0.1)
+    track.services["a"].on_the_way_seconds = iter([3600.0])
+    hanging = asyncio.create_task(track.acquisition("a").run())
+    await until(track.endpoints["a"].first_polls.locked)
+    hanging.cancel()
+    async with asyncio.timeout(5):
+        won = await asyncio.gather(*(track.acquisition("a").run() for _ in range(3)))
+    assert len({lease.lease_id for lease in won}) == 3
+    await track.engine.stop(0.1)
+
+
+async def test_the_time_is_over_also_where_an_earlier_request_is_not_answered(
+    track: Track, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpu_worker_pool.leases.endpoint.SILENCE_SECONDS", 3600.0)
+    track.services["a"].on_the_way_seconds = iter([3600.0])
+    earlier = asyncio.create_task(track.acquisition("a").run())
+    await until(track.engine.turn.locked)
+    for seconds in (0.0, 0.05):
+        later = Acquisition(track.engine, [track.candidate("a")], timeout_seconds=seconds, first_answer_seconds=0.02)
+        async with asyncio.timeout(5):
+            with pytest.raises(TimeoutError):
+                await later.run()
+    assert not earlier.done()
+    earlier.cancel()
+    await track.engine.stop(0.1)
+
+
+async def test_an_endpoint_that_returned_is_asked_also_by_a_request_that_does_not_wait(track: Track) -> None:
+    track.services["a"].failing["acquire"] = NetworkRetryableError("connection refused")
+    with pytest.raises(TimeoutError):
+        await track.acquisition("a", timeout_seconds=0.0).run()
+    track.services["a"].failing.clear()
+    track.endpoints["a"].returned()
+    lease = await track.acquisition("a", timeout_seconds=0.0).run()
+    assert lease.endpoint_id == "a"
+
+
+async def test_an_endpoint_that_leaves_after_the_grant_does_not_take_the_lease_along(track: Track) -> None:
+    acquisition = track.acquisition("a")
+    lease = await acquisition.run()
+    acquisition.leave("a")
+    await asyncio.sleep(0)
+    assert not lease.has_ended
+    assert track.services["a"].count("release") == 0
+
+
+async def test_a_stop_gives_back_what_could_not_be_given_back_at_the_first_try(track: Track) -> None:
+    service = track.services["a"]
+    held = [await track.acquisition("a").run() for _ in range(2)]
+    service.failing["release"] = NetworkRetryableError("was answered with 503")
+    service.before = lambda method: service.failing.clear() if service.count(method) > 2 else None
+    await track.engine.release(held[0])
+    assert track.engine.is_releasing
+    await track.engine.stop()
+    assert service.held == {}
 
 
 async def test_a_caller_that_goes_after_the_grant_leaves_nothing_held(track: Track) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import socket
+import termios
+from array import array
 from typing import Any
 
 #: Far more than any message needs.
 _LARGEST_BYTES = 1 << 17
+#: Of messages that are only reports. Far less than the kernel keeps for a process that does not read.
+_MOST_UNREAD_BYTES = 1 << 14
 
 
 class Channel:
@@ -27,6 +32,14 @@ class Channel:
         except OSError:
             return False
         return True
+
+    def report(self, kind: str, **message: Any) -> None:
+        """Like `send`, but not while many messages are unread: a process that is suspended reads nothing for hours, and
+        later must find the few that count."""
+        unread_bytes = array("i", [0])
+        fcntl.ioctl(self._socket, termios.TIOCOUTQ, unread_bytes)
+        if unread_bytes[0] < _MOST_UNREAD_BYTES:
+            self.send(kind, **message)
 
     def receive(self) -> list[dict[str, Any]] | None:
         """All messages that have arrived; None after the last one."""

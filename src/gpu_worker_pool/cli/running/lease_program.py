@@ -72,7 +72,7 @@ class _LeaseProgram:
         self._summary = ""
         self._engine = LeaseEngine(
             lambda _, reason: self._channel.send("lost", text=reason),
-            lambda _, text: self._channel.send("told", text=text),
+            lambda _, text: self._channel.report("told", text=text),
             is_overdue_final=False,
             cancel_seconds=CANCEL_SECONDS,
         )
@@ -157,11 +157,11 @@ class _LeaseProgram:
         if self._spec.is_no_wait:
             self._summary = next(iter(request.waiting.reasons), "") if request.waiting is not None else self._summary
         elif request.trouble is not None:
-            self._channel.send("trouble", endpoint=request.name, text=str(request.trouble))
+            self._channel.report("trouble", endpoint=request.name, text=str(request.trouble))
         elif request.waiting is not None and request.lease is None and request.error is None:
             summary, *reasons = request.waiting.reasons or ("waiting",)
             self._summary = summary
-            self._channel.send(
+            self._channel.report(
                 "waiting",
                 endpoint=request.name,
                 position=request.waiting.position,
@@ -232,13 +232,13 @@ class _LeaseProgram:
     async def _give_back(self, lease: HeldLease) -> None:
         with suppress(StaleAssignmentError):
             await self._engine.release(lease)
-        if not self._engine.is_retrying:
+        if not self._engine.is_releasing:
             return
         # `gpu-pool` need not wait for a server that is down: this process goes on alone.
         _leave_the_terminal()
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
         self._channel.close()
-        await self._engine.until_settled(lease.ttl_seconds)
+        await self._engine.until_released(lease.ttl_seconds)
 
 
 async def _first_of(*ends: Awaitable[object]) -> None:
