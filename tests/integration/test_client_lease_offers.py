@@ -60,6 +60,21 @@ async def test_local_coordination_takes_no_lease_and_keeps_off_those_there_are(s
 OLD = answer_json(summary(gpu_row(0), gpu_row(1)))
 
 
+async def test_a_forgotten_assignment_is_taken_back_also_while_it_is_open_who_gives_leases(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with HostileServer(OLD) as old:
+        async with client_of(old.url, f"http://127.0.0.1:{free_port()}") as client:
+            assert client._coordinator.assigner is not client._manager, "the other one may give leases when it returns"
+
+            async def forget() -> None:
+                await client.request_gpu()
+
+            await asyncio.create_task(forget())
+            await until(lambda: "without release_gpu(); it is taken back when the task" in caplog.text)
+            await until(lambda: client.get_pool_status().active_workers == 0)
+
+
 async def test_an_older_server_works_as_documented(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with HostileServer(OLD) as old:

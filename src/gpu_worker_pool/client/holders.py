@@ -95,11 +95,21 @@ class Holders(dict[str, Holder]):
         holder.task = holder.worker = None
         if worker is not None:
             holder.worker = (worker, assignment)
-        elif (task := current_task(self._loop)) is not None:
-            holder.task = weakref.ref(task)
-            task.add_done_callback(holder.requesting_task_done)
+        else:
+            self._watch_current_task(holder)
         self[lease.request.worker_id] = holder
         return assignment
+
+    def passed_on(self, assignment: GPUAssignment) -> None:
+        """The task that asked did so for the current one."""
+        holder = self.get(assignment.worker_id)
+        if holder is not None:
+            self._watch_current_task(holder)
+
+    def _watch_current_task(self, holder: Holder) -> None:
+        if (task := current_task(self._loop)) is not None:
+            holder.task = weakref.ref(task)
+            task.add_done_callback(holder.requesting_task_done)
 
     def remove(self, holder: Holder) -> None:
         """It was released, or lost."""

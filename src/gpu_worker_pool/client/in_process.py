@@ -39,8 +39,11 @@ class InProcessService:
         task = self._requests.get(request_id)
         return task is not None and not task.done()
 
-    def handed_over(self, lease: HeldLease) -> None:
+    def hand_over(self, lease: HeldLease, assignment: GPUAssignment) -> GPUAssignment:
+        """To the current task, for which a task of ours asked."""
         self._requests.pop(lease.request.request_id, None)
+        self._manager.passed_on(assignment)
+        return assignment
 
     async def acquire(self, request: Request, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:  # noqa: ARG002  # it reserves nothing here
         assignment = await self._in_clients_loop(self._poll(request, wait_seconds))

@@ -215,8 +215,7 @@ class LeasePool:
             if self._is_stopped:
                 raise self._stopped_error(request, begun_at)
             if held.assignment is not None:
-                self._in_process.handed_over(held)
-                return held.assignment
+                return self._in_process.hand_over(held, held.assignment)
             if not (held.is_lost or held.has_ended):  # else it ended before it was handed over
                 pool_id = self._pool_id(held.endpoint_id)
                 manager.grants[pool_id] = manager.grants.get(pool_id, 0) + 1
@@ -291,7 +290,7 @@ class LeasePool:
         acquisition = next((each for each, waiting in self._acquisitions.items() if waiting is request), None)
         if acquisition is None:
             return
-        answers = (each.waiting for each in acquisition.requests.values() if each.waiting is not None)
+        answers = (each.waiting for each in list(acquisition.requests.values()) if each.waiting is not None)
         why = "; ".join(reason for waiting in answers for reason in waiting.reasons[1:])
         free = self.view.allocator.available(self._manager.now)
         pool_events.blocked(request.worker_id, request.requirements, len(self.waiting) - 1, free, why)
@@ -304,7 +303,7 @@ class LeasePool:
         self.view.advance(self._manager.now)
         pool = self.view if self._endpoints else self._manager.pool
         ended = Ended(request.request_id, RequestState.TIMED_OUT)
-        requests = acquisition.requests
+        requests = dict(acquisition.requests)  # which may change in the lease thread
         # The server's reasons are better: it knows the holders.
         is_explained = any(each.waiting is not None and each.waiting.reasons for each in requests.values())
         error = self._refusals.error_of(pool, request, ended, waited_seconds, "" if is_explained else None)

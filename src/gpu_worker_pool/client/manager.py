@@ -293,6 +293,10 @@ class WorkerPoolManager:
             pool_events.assigned(lease)
         return assignment
 
+    def passed_on(self, assignment: GPUAssignment) -> None:
+        """The task that asked did so for the current one."""
+        self._holders.passed_on(assignment)
+
     # ---- Giving back
 
     async def release_gpu(self, assignment: GPUAssignment) -> None:

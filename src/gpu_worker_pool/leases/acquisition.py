@@ -104,7 +104,7 @@ class Acquisition:
         self._then = [each for each in self._then if each.endpoint.endpoint_id != endpoint_id]
         self.refused.pop(endpoint_id, None)
         request = self.requests.get(endpoint_id)
-        if request is not None and request is not self._won:  # else the endpoint goes too late
+        if request is not None and request is not self._won:  # else it has already granted
             del self.requests[endpoint_id]
             request.withdraw()
         self._news.set()
@@ -163,7 +163,6 @@ class Acquisition:
         silent_at = time.monotonic() + endpoint.SILENCE_SECONDS
         while not (self._has_answered(request) or self._is_decided()):
             if not await self._news_until(min(silent_at, self._deadline)):
-                request.endpoint.is_silent = time.monotonic() >= silent_at
                 return
 
     def _is_decided(self) -> bool:

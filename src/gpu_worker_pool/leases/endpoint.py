@@ -338,8 +338,11 @@ class EndpointRequest:
         """The next request may be sent: the first poll of this one was answered, or is not answered in time."""
         if self._has_turn:
             self._has_turn = False
-            self.endpoint.is_silent |= self._is_first_under_way
             self.endpoint.first_polls.release()
+            if self._is_first_under_way:
+                self.endpoint.is_silent = True
+                if not self._is_withdrawn:
+                    self._changed(self)
 
     def _start_over(self, error: RequestEndedError) -> None:
         """The server dropped it, for example because this process was suspended: send it as a new request."""
