@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Literal, NamedTuple, Protocol, Self, TypeGuard, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeGuard, TypeVar, get_args
 
 from gpu_worker_pool.core.settings import Strategy
 from gpu_worker_pool.environment import Environment, one_of
@@ -156,6 +156,17 @@ _URL = re.compile(
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
+def read_servers(name: str, text: str, complain: Callable[[str], object]) -> list[EndpointConfig]:
+    """Those of a variable that can be used: a typo in one of them does not hide the others."""
+    endpoints, problems = _read_endpoints(text, name)
+    servers = [endpoint for endpoint in endpoints if endpoint.url != LOCAL_ENDPOINT]
+    if len(servers) < len(endpoints):
+        problems.append(f"{name}: local:// cannot be one of several endpoints; a client has it as GPU_SERVICE_ENDPOINT")
+    for problem in problems:
+        complain(f"{problem[:300]}; ignoring it")
+    return servers
+
+
 def _read_endpoints(value: object, name: str) -> tuple[tuple[EndpointConfig, ...], list[str]]:
     """The valid entries, and the problem of each bad one."""
     names: dict[_Address, str | None] = {}
@@ -290,6 +301,11 @@ _HEALTH_CHECK_INTERVAL: _Variable[float] = _Variable(
 _COORDINATION: _Variable[Coordination] = _Variable("GPU_POOL_COORDINATION", "auto", str.lower, validate_coordination)
 _LEASE_TTL = _Variable("GPU_POOL_LEASE_TTL", 60.0, float, validate_lease_ttl)
 _API_KEY: _Variable[str | None] = _Variable("GPU_POOL_API_KEY", None, str, validate_api_key)
+#: All but the endpoints.
+VARIABLES: tuple[_Variable[Any], ...] = (
+    *(_MEMORY_THRESHOLD, _UTILIZATION_THRESHOLD, _POLLING_INTERVAL, _STRATEGY, _ENDPOINT_TIMEOUT),
+    *(_ENDPOINT_MAX_RETRIES, _HEALTH_CHECK_INTERVAL, _COORDINATION, _LEASE_TTL, _API_KEY),
+)
 
 
 class EnvironmentConfigurationManager:
@@ -360,16 +376,9 @@ class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
 
     def _get_multiple_endpoints(self) -> list[EndpointConfig]:
         for variable in self._ENDPOINT_LISTS:
-            endpoints, problems = _read_endpoints(self._environment.text(variable), variable)
-            if any(endpoint.url == LOCAL_ENDPOINT for endpoint in endpoints):
-                problems.append(
-                    f"{variable}: local:// cannot be one of several endpoints; set GPU_SERVICE_ENDPOINT to it"
-                )
-                endpoints = tuple(endpoint for endpoint in endpoints if endpoint.url != LOCAL_ENDPOINT)
-            for problem in problems:
-                self._environment.complain(f"{problem}; ignoring it")
-            if endpoints:
-                return list(endpoints)
+            servers = read_servers(variable, self._environment.text(variable), self._environment.complain)
+            if servers:
+                return servers
         return []
 
 

@@ -9,6 +9,8 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from datetime import datetime
 from typing import Any, Protocol, TypeAlias
 
+from gpu_worker_pool.lease_variables import lease_variables
+
 #: A GPU's index on its host, or, with several endpoints, its global id `"endpoint:index"`.
 GPUId: TypeAlias = int | str
 
@@ -236,11 +238,7 @@ class GPUAssignment:
         mig = any(uuid.startswith("MIG-") for uuid in self.gpu_uuids)
         devices: Iterable[GPUId] = self.gpu_uuids if mig else self.local_gpu_ids
         visible = ",".join(map(str, devices))
-        # Otherwise CUDA numbers the fastest GPU first, unlike nvidia-smi.
-        env = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        if self.lease_id is not None:
-            env |= {"NVIDIA_VISIBLE_DEVICES": visible, "GPU_POOL_LEASE_ID": self.lease_id}
-        return env
+        return lease_variables(visible, self.lease_id)
 
     @property
     def lost(self) -> bool:
@@ -447,6 +445,9 @@ class MultiEndpointPoolStatus(PoolStatus):
 
 # --- checks: the error names the field and the value ---
 
+#: Made once: hundreds of GPUs are checked every few seconds.
+_NUMBER = (int, float)
+
 
 def _check_text(name: str, value: object, *, may_be_empty: bool = False) -> None:
     if not isinstance(value, str):
@@ -472,20 +473,20 @@ def _check_count(name: str, value: object) -> None:
         raise ValueError(f"{name} must not be negative, but is {value!r}")
 
 
-def _check_number(name: str, value: object, *, may_be_unknown: bool = True) -> None:
+def _check_number(name: str, value: object, *, may_be_unknown: bool = True, most: float = sys.float_info.max) -> None:
     if value is None and may_be_unknown:
         return
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not isinstance(value, _NUMBER) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number{' or None' if may_be_unknown else ''}, not {value!r}")
     # False for NaN and infinity, and for integers that no float can hold.
-    if not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{name} must be finite and not negative, but is {value!r}")
+    if not 0 <= value <= most:
+        raise ValueError(
+            f"{name} must be {'from 0 to 100' if most == 100 else 'finite and not negative'}, but is {value!r}"
+        )
 
 
 def _check_percent(name: str, value: object) -> None:
-    _check_number(name, value)
-    if isinstance(value, int | float) and value > 100:
-        raise ValueError(f"{name} must be from 0 to 100, but is {value!r}")
+    _check_number(name, value, most=100)
 
 
 def _check_at_most(name: str, value: float | None, limit_name: str, limit: float | None) -> None:

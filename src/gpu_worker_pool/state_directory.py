@@ -53,9 +53,7 @@ def _state_directory(chosen: str, env: Mapping[str, str]) -> Path:
     directory = (Path(base) if base else Path.home() / ".local" / "state") / "gpu-pool"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     logger.warning(
-        "%s does not exist or is not writable: sharing among your own programs only, in %s",
-        SHARED_DIRECTORY,
-        directory,
+        "%s does not exist or is not writable: sharing among your own programs only, in %s", SHARED_DIRECTORY, directory
     )
     return directory
 

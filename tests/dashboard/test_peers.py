@@ -286,7 +286,7 @@ def test_the_list_is_read_as_a_clients_is() -> None:
     [
         ("ftp://gpu-1", "cannot be used"),
         ("file:///etc/passwd", "cannot be used"),
-        ("local://", "not a server"),
+        ("local://", "cannot be one of several"),
         ("http://gpu-1:99999", "port 99999 is not valid"),
         ("good=http://another", "already taken"),
         ("http://gpu-1?key=secret", "***"),

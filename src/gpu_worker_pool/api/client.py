@@ -230,9 +230,8 @@ class APIClient:
         headers: dict[str, str] | None = None,
         timeout_seconds: float | None = None,
     ) -> HTTPReply:
-        headers = headers or {}
         if method == "POST":
-            headers["Content-Type"] = "application/json"
+            headers = {**(headers or {}), "Content-Type": "application/json"}
         return await exchange(
             self._session(),
             method,

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.lease_variables import lease_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -86,13 +87,7 @@ def _promise(lease: Lease) -> dict[str, Any]:
 
 def lease_env(lease: Lease) -> dict[str, str]:
     """The environment of a program that may see only these GPUs; by UUID, because indices may change."""
-    devices = ",".join(held.uuid or str(held.index) for held in lease.held)
-    return {
-        "CUDA_VISIBLE_DEVICES": devices,
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "NVIDIA_VISIBLE_DEVICES": devices,
-        "GPU_POOL_LEASE_ID": lease.lease_id,
-    }
+    return lease_variables(",".join(held.uuid or str(held.index) for held in lease.held), lease.lease_id)
 
 
 def user_of(lease: Lease) -> str | None:

@@ -79,9 +79,7 @@ class _Commands(click.Group):
 
 
 @click.group(
-    cls=_Commands,
-    epilog=EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    cls=_Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
 @click.version_option(__version__, "-V", "--version", prog_name="gpu-pool", message="%(prog)s %(version)s")
 @click.pass_context

@@ -103,11 +103,7 @@ class GPUNames(_Names):
 def spoken_seconds(seconds: float) -> str:
     """7 s, 2 min 5 s, 3 h 20 min, 2 d 3 h."""
     whole = max(int(seconds), 0)
-    for size, unit, part_size, part in (
-        (86_400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
+    for size, unit, part_size, part in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:
             rest = whole % size // part_size
             return f"{whole // size} {unit} {rest} {part}" if rest else f"{whole // size} {unit}"

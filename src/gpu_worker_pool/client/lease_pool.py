@@ -323,13 +323,9 @@ class LeasePool:
                 details += f"\n  {name}: {_shown(each.waiting)}" if name != IN_PROCESS else ""
             elif self._is_answering(name):
                 details += f"\n  {name}: does not answer lease requests"
-        if (
-            (requests or acquisition.refused)
-            and not has_answer
-            and not isinstance(error, ServiceUnavailableTimeoutError)
-        ):
-            return ServiceUnavailableTimeoutError(f"{error}{details}")
-        return type(error)(f"{error}{details}")
+        is_asked = bool(requests or acquisition.refused)
+        kind = ServiceUnavailableTimeoutError if is_asked and not has_answer else type(error)
+        return kind(f"{error}{details}")
 
     # --- giving back ---
 

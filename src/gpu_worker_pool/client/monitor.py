@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from gpu_worker_pool.core.backoff import backoff_seconds
 from gpu_worker_pool.core.breaker import BreakerState
-from gpu_worker_pool.errors import (
-    NetworkRetryableError,
-    RetryableError,
-    ServiceRefusedError,
-    ServiceRetryableError,
-)
+from gpu_worker_pool.errors import NetworkRetryableError, RetryableError, ServiceRefusedError, ServiceRetryableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable

@@ -66,10 +66,7 @@ def detailed_metrics(
 def recovery_summary(status: Mapping[str, Any], endpoints: Iterable[Endpoint]) -> str:
     degradation, breakers = status["degradation_manager"], status["circuit_breaker_stats"]
     counts = f"{len(degradation['healthy_endpoints'])}/{degradation['total_endpoints']} endpoints healthy"
-    lines = [
-        "=== Error Recovery Status ===",
-        f"Degradation Status: {degradation['status'].capitalize()} ({counts})",
-    ]
+    lines = ["=== Error Recovery Status ===", f"Degradation Status: {degradation['status'].capitalize()} ({counts})"]
     for endpoint in endpoints:
         breaker = breakers[endpoint.endpoint_id]
         retry = breaker["retry_in_seconds"]

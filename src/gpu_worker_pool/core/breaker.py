@@ -25,10 +25,7 @@ class BreakerState(State):
 BREAKER_MOVES: Mapping[BreakerState, Mapping[BreakerState, str]] = {
     BreakerState.CLOSED: {BreakerState.OPEN: "a fetch and all its retries failed"},
     BreakerState.OPEN: {BreakerState.HALF_OPEN: "its time is over, or an administrator asks for a probe"},
-    BreakerState.HALF_OPEN: {
-        BreakerState.CLOSED: "the probe succeeded",
-        BreakerState.OPEN: "the probe failed",
-    },
+    BreakerState.HALF_OPEN: {BreakerState.CLOSED: "the probe succeeded", BreakerState.OPEN: "the probe failed"},
 }
 
 

@@ -40,10 +40,7 @@ def _check_leases(pool: Pool) -> None:
     must(len(set(fences)) == len(fences), "two leases have the same fence")
     must(max(fences, default=0) <= pool.fence, "a lease has a fence that was never issued")
     for lease in pool.leases:
-        must(
-            len(set(lease.gpu_ids)) == lease.request.requirements.count,
-            f"{lease} has the wrong number of GPUs",
-        )
+        must(len(set(lease.gpu_ids)) == lease.request.requirements.count, f"{lease} has the wrong number of GPUs")
         gpus = [pool.allocator.gpus[gpu_id] for gpu_id in lease.gpu_ids]
         must(lease.gpu_ids == tuple(held.gpu_id for held in lease.held), f"{lease} names other GPUs than it has")
         must(all(gpu.leases.get(lease.lease_id) is lease for gpu in gpus), f"{lease} is not on its GPU")
@@ -118,10 +115,7 @@ def _check_timers(pool: Pool) -> None:
         if waiter.deadline is not None or waiter.gives_up_at is not None:
             expected.add(("waiter", waiter.request.request_id))
     for lease in pool.leases:
-        must(
-            (lease.quarantine is not None) == (lease.state is LeaseState.QUARANTINED),
-            f"{lease} contradicts itself",
-        )
+        must((lease.quarantine is not None) == (lease.state is LeaseState.QUARANTINED), f"{lease} contradicts itself")
         if pool.now < lease.quarantine.until if lease.quarantine is not None else lease.expires_at is not None:
             expected.add(("lease", lease.lease_id))
     running = {(kind, name) for _, kind, name in pool.timers.items() if kind != "reading"}

@@ -48,10 +48,7 @@ class Counters:
 
 
 def replicate(
-    pool: Pool,
-    news: Iterable[Waiter | Lease | Outcome],
-    histories: Iterable[GPUHistory],
-    counters: Counters | None,
+    pool: Pool, news: Iterable[Waiter | Lease | Outcome], histories: Iterable[GPUHistory], counters: Counters | None
 ) -> None:
     histories = list(histories)
     if counters is not None:

@@ -45,9 +45,7 @@ class Requirements:
         self._validate()
         # The key of every queue look-up, so it is hashed once.
         object.__setattr__(
-            self,
-            "_hash",
-            hash(tuple(getattr(self, each.name) for each in fields(self) if each.compare)),
+            self, "_hash", hash(tuple(getattr(self, each.name) for each in fields(self) if each.compare))
         )
 
     def _validate(self) -> None:

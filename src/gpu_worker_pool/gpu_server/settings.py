@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from dotenv import dotenv_values
 
-from gpu_worker_pool.config import LOCAL_ENDPOINT, EndpointConfig, parse_endpoints
+from gpu_worker_pool.config import EndpointConfig, read_servers
 from gpu_worker_pool.environment import Environment, number, one_of, parse_bool, plain_text, printable, refused
 from gpu_worker_pool.hardware.readers.choose import check_backend
 
@@ -136,27 +136,15 @@ def _get_keys(name: str, env: Mapping[str, str], complain: Callable[[str], objec
 
 
 def read_peers(name: str, text: str, complain: Callable[[str], object]) -> tuple[EndpointConfig, ...]:
-    """The usable ones, written like a client's endpoints: a typo in one of them does not hide the others."""
+    """The usable ones, written like a client's endpoints."""
     if "@" in text:
         # No part of it is shown, as any part may be the password.
         complain(f"{name}: a URL in it holds a user name or password, which is not supported: ignoring all peers")
         return ()
-    entries: list[str] = []
-    peers: tuple[EndpointConfig, ...] = ()
-    for entry in filter(None, map(str.strip, text.split(","))):
-        try:
-            found = parse_endpoints([*entries, entry], name)
-        except ValueError as reason:
-            complain(f"{str(reason)[:300]}: ignoring it")
-            continue
-        if any(peer.url == LOCAL_ENDPOINT for peer in found):
-            complain(f"{name}: {LOCAL_ENDPOINT} is not a server: ignoring it")
-            continue
-        entries.append(entry)
-        peers = found
+    peers = read_servers(name, text, complain)
     if len(peers) > MOST_PEERS:
         complain(f"{name} names {len(peers)} servers: showing the first {MOST_PEERS}")
-    return peers[:MOST_PEERS]
+    return tuple(peers[:MOST_PEERS])
 
 
 # --- all of them ---

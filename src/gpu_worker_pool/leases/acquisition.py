@@ -13,12 +13,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from gpu_worker_pool.errors import (
-    GPUWorkerPoolError,
-    ImpossibleRequestError,
-    PoolStoppedError,
-    ServiceRefusedError,
-)
+from gpu_worker_pool.errors import GPUWorkerPoolError, ImpossibleRequestError, PoolStoppedError, ServiceRefusedError
 from gpu_worker_pool.leases import endpoint
 from gpu_worker_pool.leases.endpoint import EndpointRequest
 
@@ -212,20 +207,12 @@ class Acquisition:
 
     def _reserve_at_one_endpoint(self) -> None:
         """Rule 4: one endpoint at a time may reserve GPUs for it; another one when that fails."""
-        reserving = self._reserving
-        if (
-            reserving is not None
-            and reserving in self.requests.values()
-            and reserving.error is None
-            and reserving.trouble is None
-        ):
+        able = [each for each in self.requests.values() if each.error is None and each.trouble is None]
+        other = next((each for each in able if each.waiting is not None), None)
+        if self._reserving in able or other is None:
             return
-        able = (each for each in self.requests.values() if each.waiting is not None and each.trouble is None)
-        other = next((each for each in able if each.error is None), None)
-        if other is None:
-            return
-        if reserving is not None:
-            reserving.may_reserve = False
+        if self._reserving is not None:
+            self._reserving.may_reserve = False
         self._reserving, other.may_reserve = other, True
 
     def _raise_if_out_of_time(self) -> float:

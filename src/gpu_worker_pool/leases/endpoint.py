@@ -41,8 +41,6 @@ MOST_POLLS_IN_ALL = 1024
 #: The pause before an endpoint that does not answer is probed again, doubled each time. Short enough that
 #: after a short outage waiters poll again before the server drops them.
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 3.0
-
-
 #: A first poll that takes longer delays no other request: the next endpoint is asked, and the next request is sent.
 SILENCE_SECONDS = 1.0
 #: Interval of short polls, used when no connection is left for a long one: shorter than the offer TTL.

@@ -80,7 +80,7 @@ class LeaseEngine:
         #: What a stop waits for: requests under way, requests withdrawn, leases given back.
         self._work: set[asyncio.Task[Any]] = set()
         #: Leases that could not be given back at the first try.
-        self._releases: set[asyncio.Task[None]] = set()
+        self._releases: set[asyncio.Task[Any]] = set()
         #: What else is retried for a while, and dropped by a stop.
         self._attempts: set[asyncio.Task[Any]] = set()
         self._is_closing = False
@@ -91,18 +91,14 @@ class LeaseEngine:
 
     def work_on(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a task that `stop` waits for."""
-        task = asyncio.get_running_loop().create_task(work)
+        task = _start(work, self._work)
         if self._is_closing:
             task.cancel()
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
         return task
 
     def attempt(self, work: Coroutine[Any, Any, object]) -> None:
         """Start a task that `stop` cancels."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._attempts.add(task)
-        task.add_done_callback(self._attempts.discard)
+        _start(work, self._attempts)
 
     async def until_released(self, timeout_seconds: float) -> None:
         """Wait until no release is left to retry."""
@@ -209,9 +205,7 @@ class LeaseEngine:
         except (GPUWorkerPoolError, TimeoutError) as error:
             # The holder is done with it in any case, and need not wait for a server that is down.
             self._on_trouble(lease, f"the lease could not be given back; retrying: {str(error) or 'no answer in time'}")
-            retrying = asyncio.get_running_loop().create_task(self._release_later(lease))
-            self._releases.add(retrying)
-            retrying.add_done_callback(self._releases.discard)
+            _start(self._release_later(lease), self._releases)
 
     async def _release_later(self, lease: HeldLease) -> None:
         """Retry for as long as the server may have it."""
@@ -267,3 +261,11 @@ class LeaseEngine:
             self._stop_renewing(lease)
             lease.end(End.LOST, "the client was stopped and gave it back")
         await asyncio.gather(*map(self._send_release, leases), return_exceptions=True)
+
+
+def _start(work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> asyncio.Task[T]:
+    """It is among `tasks` until it ends."""
+    task = asyncio.get_running_loop().create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task

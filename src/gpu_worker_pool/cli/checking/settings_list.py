@@ -8,12 +8,12 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.cli.endpoints import chosen_endpoints
-from gpu_worker_pool.config import MultiEndpointConfigurationManager
+from gpu_worker_pool.config import VARIABLES, MultiEndpointConfigurationManager
 from gpu_worker_pool.environment import Environment
 from gpu_worker_pool.gpu_server.settings import ServerSettings, read_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 #: Shown only as set or not set.
 SECRETS: Final = frozenset({"GPU_POOL_API_KEY", "GPU_POOL_API_KEYS", "GPU_POOL_ADMIN_KEY", "GPU_POOL_ADMIN_KEYS"})
@@ -47,20 +47,9 @@ def all_settings() -> list[Setting]:
 def _client_settings() -> Iterator[Setting]:
     problems: list[str] = []
     manager = MultiEndpointConfigurationManager(complain=problems.append)
-    readers: dict[str, Callable[[], object]] = {
-        "GPU_MEMORY_THRESHOLD_PERCENT": manager.get_memory_threshold,
-        "GPU_UTILIZATION_THRESHOLD_PERCENT": manager.get_utilization_threshold,
-        "GPU_POLLING_INTERVAL": manager.get_polling_interval,
-        "GPU_LOAD_BALANCING_STRATEGY": manager.get_load_balancing_strategy,
-        "GPU_ENDPOINT_TIMEOUT": manager.get_endpoint_timeout,
-        "GPU_ENDPOINT_MAX_RETRIES": manager.get_endpoint_max_retries,
-        "GPU_ENDPOINT_HEALTH_CHECK_INTERVAL": manager.get_endpoint_health_check_interval,
-        "GPU_POOL_COORDINATION": manager.get_coordination,
-        "GPU_POOL_LEASE_TTL": manager.get_lease_ttl,
-        "GPU_POOL_API_KEY": manager.get_api_key,
-    }
     endpoints = ", ".join(f"{each.endpoint_id}={each.url}" for each in chosen_endpoints((), manager))
-    values = {name: read() for name, read in readers.items()}
+    environment = Environment(complain=problems.append)
+    values = {variable.name: variable.read(environment) for variable in VARIABLES}
     in_force = next((name for name in _ENDPOINTS if os.environ.get(name, "").strip()), None)
     for name in _ENDPOINTS:
         value = endpoints if name == in_force or (in_force is None and name == _ENDPOINTS[-1]) else ""

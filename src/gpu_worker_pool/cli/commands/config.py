@@ -14,7 +14,7 @@ Examples:
   gpu-pool config
   gpu-pool config --changed            only what differs from the default
   gpu-pool config --json | jq '.settings[] | select(.problem)'
-""",
+"""
 )
 @click.option("--changed", is_flag=True, help="Only settings that are not at their default.")
 @json_option

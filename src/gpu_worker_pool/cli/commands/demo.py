@@ -12,7 +12,7 @@ Examples:
   gpu-pool demo
   gpu-pool demo --simulate 2       fewer GPUs, more waiting
   gpu-pool demo | cat              one line per event
-""",
+"""
 )
 @click.option(
     "--simulate", type=click.IntRange(1, 64), metavar="N", help="Use N simulated GPUs even if there are real ones."

@@ -14,7 +14,7 @@ Examples:
   gpu-pool doctor
   gpu-pool doctor -e http://gpu-1:8000
   gpu-pool doctor --json | jq '.checks[] | select(.status == "wrong")'
-""",
+"""
 )
 @json_option
 @endpoint_option

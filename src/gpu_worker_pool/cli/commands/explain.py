@@ -16,7 +16,7 @@ Examples:
   gpu-pool explain
   gpu-pool explain -n 2 --model A100
   gpu-pool explain --request 5f3a…          a waiting request; gpu-pool queue shows the ids
-""",
+"""
 )
 @requirements_options
 @click.option("--request", "request_id", metavar="ID", help="Explain this waiting request instead of a new one.")

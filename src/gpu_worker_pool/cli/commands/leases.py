@@ -13,7 +13,7 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option
 Examples:
   gpu-pool leases
   gpu-pool leases --json | jq -r '.leases[] | select(.is_idle) | .lease_id'
-""",
+"""
 )
 @json_option
 @endpoint_option

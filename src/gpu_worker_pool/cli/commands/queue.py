@@ -13,7 +13,7 @@ from gpu_worker_pool.cli.options import endpoint_option, json_option
 Examples:
   gpu-pool queue
   gpu-pool queue --json | jq '.queue | length'
-""",
+"""
 )
 @json_option
 @endpoint_option

@@ -17,7 +17,7 @@ Examples:
 \b
 The holder keeps running and is informed that its lease is lost; gpu-pool run --on-lost terminate
 ends the command then. When a command ends, its GPU is released by itself.
-""",
+"""
 )
 @click.argument("identifiers", metavar="ID...", nargs=-1, required=True)
 @json_option

@@ -26,7 +26,7 @@ Examples:
 \b
 Environment variables, or a file .env, set everything else; gpu-pool config lists them. Ctrl-C
 ends the server.
-""",
+"""
 )
 @click.option("--host", "HOST", metavar="ADDRESS", help="Address to listen on.  [default: HOST, else 0.0.0.0]")
 @click.option(

@@ -14,7 +14,7 @@ Examples:
   gpu-pool status
   gpu-pool status --json | jq '.endpoints[].gpus[] | {gpu_id, utilization_percent}'
   gpu-pool status -e http://gpu-1:8000 -e http://gpu-2:8000
-""",
+"""
 )
 @json_option
 @endpoint_option

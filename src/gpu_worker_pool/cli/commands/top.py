@@ -15,7 +15,7 @@ Examples:
   gpu-pool top
   gpu-pool top --interval 5s
   gpu-pool top --count 3 > seen.txt    three updates, as plain text
-""",
+"""
 )
 @click.option("--interval", type=Duration(0.2, 3600.0), default="1s", show_default=True, help="Time between updates.")
 @click.option("-n", "--count", type=click.IntRange(1), metavar="N", help="Number of updates.  [default: until Ctrl-C]")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gpu_worker_pool.cli.options import json_option, lease_options
-from gpu_worker_pool.cli.running.environment import lease_variables, visible_devices
+from gpu_worker_pool.cli.running.environment import variables_of, visible_devices
 from gpu_worker_pool.cli.running.front import Front
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec, worker_name
 from gpu_worker_pool.cli.running.processes import calling_shell
@@ -31,7 +31,7 @@ Examples:
 
 \b
 The GPU is released when the shell ends, or with gpu-pool release.
-""",
+"""
 )
 @lease_options
 @click.option("--pid", type=click.IntRange(1), help="Release it when this process ends.  [default: the calling shell]")
@@ -54,7 +54,7 @@ def wait(*, spec: LeaseSpec, progress: Progress, uuids: bool, pid: int | None, e
     worker_id = worker_name(holding_process.command if holding_process else "wait", for_pid)
     front = Front(spec._replace(worker_id=worker_id, for_pid=for_pid), progress)
     granted = front.until_granted()
-    variables = lease_variables(granted, by_uuid=uuids)
+    variables = variables_of(granted, by_uuid=uuids)
     if as_json:
         lease = {name: granted[name] for name in ("lease_id", "endpoint", "gpus")}
         click.echo(json.dumps({**lease, "pid": for_pid, "env": variables}, indent=2))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpu_worker_pool.cli.exits import KILLED, CommandError, Status, die_of_interrupt
 from gpu_worker_pool.cli.quantities import spoken_seconds
-from gpu_worker_pool.cli.running.environment import lease_variables, shown_gpus
+from gpu_worker_pool.cli.running.environment import shown_gpus, variables_of
 from gpu_worker_pool.cli.running.front import ENDING, Front
 from gpu_worker_pool.cli.running.linux import SignalInfo, adopt_orphans, die_with_parent
 from gpu_worker_pool.hardware.proc import descendants, has_children
@@ -46,13 +46,7 @@ class _Pending(NamedTuple):
 
 class CommandOnGPU(Front):
     def __init__(
-        self,
-        command: Sequence[str],
-        spec: LeaseSpec,
-        progress: Progress,
-        *,
-        by_uuid: bool,
-        terminates_when_lost: bool,
+        self, command: Sequence[str], spec: LeaseSpec, progress: Progress, *, by_uuid: bool, terminates_when_lost: bool
     ) -> None:
         super().__init__(spec, progress)
         self._command = list(command)
@@ -78,7 +72,7 @@ class CommandOnGPU(Front):
             self.progress.say(f"{shown_gpus(granted)} after {spoken_seconds(self.progress.waited_seconds)}")
         adopt_orphans()
         try:
-            self._start(os.environ | lease_variables(granted, by_uuid=self._by_uuid))
+            self._start(os.environ | variables_of(granted, by_uuid=self._by_uuid))
         except BaseException:
             self.lease_process.channel.send("done", is_clean=True)
             self.until_lease_process_is_gone()

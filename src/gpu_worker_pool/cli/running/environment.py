@@ -1,22 +1,18 @@
-"""Makes the environment variables that show a program its GPUs and no others."""
+"""The environment variables that show a command its GPUs and no others, and the words for those GPUs."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from gpu_worker_pool.lease_variables import lease_variables
 
-def lease_variables(granted: dict[str, Any], *, by_uuid: bool = False) -> dict[str, str]:
+
+def variables_of(granted: dict[str, Any], *, by_uuid: bool = False) -> dict[str, str]:
     """By index, because UUIDs break some programs, and with the order in which CUDA numbers GPUs as we do.
 
     MIG devices have no index, so they are always named by UUID.
     """
-    devices = visible_devices(granted, by_uuid=by_uuid)
-    return {
-        "CUDA_VISIBLE_DEVICES": devices,
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "NVIDIA_VISIBLE_DEVICES": devices,
-        "GPU_POOL_LEASE_ID": granted["lease_id"],
-    }
+    return lease_variables(visible_devices(granted, by_uuid=by_uuid), granted["lease_id"])
 
 
 def visible_devices(granted: dict[str, Any], *, by_uuid: bool = False) -> str:

@@ -85,21 +85,9 @@ LEASE_ROUTES: Final = (
         body=schemas.LeaseRequest,
     ),
     _route(
-        "POST",
-        "/leases/{lease_id}/renew",
-        handlers.renew,
-        {200: schemas.LeaseSchema},
-        (404, 409, 415),
-        is_open=False,
+        "POST", "/leases/{lease_id}/renew", handlers.renew, {200: schemas.LeaseSchema}, (404, 409, 415), is_open=False
     ),
-    _route(
-        "DELETE",
-        "/leases/{lease_id}",
-        handlers.release,
-        {200: schemas.ReleasedSchema},
-        (404, 409),
-        is_open=False,
-    ),
+    _route("DELETE", "/leases/{lease_id}", handlers.release, {200: schemas.ReleasedSchema}, (404, 409), is_open=False),
     _route("DELETE", "/queue/{request_id}", handlers.cancel, {200: schemas.CancelledSchema}, (404,), is_open=False),
     _route("GET", "/leases", handlers.leases, {200: schemas.Leases}),
     _route("GET", "/leases/{lease_id}", handlers.lease, {200: schemas.LeaseRowSchema}, (404,)),

@@ -102,7 +102,7 @@ class LeaseRequest(RequirementsBody):
                 {"count": 2, "gpu_model": "A100", "policy": "idle", "priority": 5, "label": "nightly run"},
                 {"memory_mb": 8192, "share": True},
             ],
-        },
+        }
     )
 
     request_id: Annotated[str, Field(pattern=ID_PATTERN)] | None = Field(

@@ -51,11 +51,7 @@ class AutoReader:
         self._nvidia_smi.close()
 
 
-_REAL: Final[dict[str, Callable[[], Reader]]] = {
-    "auto": AutoReader,
-    "nvml": NVMLReader,
-    "nvidia-smi": NvidiaSMIReader,
-}
+_REAL: Final[dict[str, Callable[[], Reader]]] = {"auto": AutoReader, "nvml": NVMLReader, "nvidia-smi": NvidiaSMIReader}
 
 
 def check_backend(text: str, name: str = "backend") -> str:
