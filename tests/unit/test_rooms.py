@@ -24,7 +24,17 @@ MAY_IMPORT = {
     "cli": {"cli", "client", "leases", "api", "broker", "ledger", "hardware", "core", "gpu_server"},
 }
 #: Modules at the root that belong to no room, and what they may import: each other, and the core.
-FOUNDATION = {"_version", "clocks", "config", "environment", "errors", "forks", "models", "state_directory"}
+FOUNDATION = {
+    "_version",
+    "clocks",
+    "config",
+    "environment",
+    "lease_variables",
+    "errors",
+    "forks",
+    "models",
+    "state_directory",
+}
 #: Documented import paths, thin modules that re-export what is in a room; and what puts rooms together.
 ENTRANCES = {
     "__init__",

@@ -33,7 +33,6 @@ from gpu_worker_pool.leases.lease import requirements_at, with_new_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
-    from concurrent.futures import Future
 
     from gpu_worker_pool.client.manager import WorkerPoolManager
     from gpu_worker_pool.config import PoolConfig
@@ -96,7 +95,8 @@ class LeasePool:
         thread = self.thread
         self._leases.stop()
         if thread is not None:
-            over = asyncio.wrap_future(self._end(thread))
+            self._is_stopped = True  # a lease may be on its way to its worker, who must not get it any more
+            over = asyncio.wrap_future(thread.request_stop())
             try:
                 await asyncio.shield(over)
             finally:
@@ -107,14 +107,7 @@ class LeasePool:
         """The event loop is closed: give back the leases of its tasks, without waiting for that."""
         self._leases.forget()
         if self.thread is not None:
-            self._end(self.thread)
-
-    def _end(self, thread: LeaseThread) -> Future[None]:
-        # A lease may be on its way to its worker, who must not get it any more.
-        self._is_stopped = True
-        for acquisition in self._acquisitions:
-            thread.call(acquisition.withdraw)
-        return thread.request_stop()
+            self.thread.request_stop()
 
     def forked(self) -> None:
         """In a forked child: the parent keeps the leases and continues its requests."""

@@ -124,6 +124,7 @@ class Acquisition:
 
     async def run(self) -> HeldLease:
         """Raises a plain `TimeoutError` when time runs out: the caller can explain it better."""
+        self._engine.acquisitions.add(self)
         try:
             # First come, first served, also across endpoints: a later request is sent nowhere before this one has been
             # sent everywhere or granted.
@@ -145,6 +146,7 @@ class Acquisition:
                 raise PoolStoppedError
             return self._won.lease
         finally:
+            self._engine.acquisitions.discard(self)
             for request in self.requests.values():
                 if request is not self._won:
                     request.withdraw()
@@ -156,7 +158,7 @@ class Acquisition:
 
     async def _until_answered(self, request: EndpointRequest) -> None:
         silent_at = time.monotonic() + endpoint.SILENCE_SECONDS
-        while not (self._has_answered(request) or self._is_decided()):
+        while not (self._has_answered(request) or request.endpoint.is_silent or self._is_decided()):
             if not await self._news_until(min(silent_at, self._deadline)):
                 return
 
@@ -203,7 +205,7 @@ class Acquisition:
             self._news.set()
 
     def _has_answered(self, request: EndpointRequest) -> bool:
-        return request.has_answered or request.endpoint.is_left_alone or request.endpoint.is_silent
+        return request.has_answered or request.endpoint.is_left_alone
 
     def _reserve_at_one_endpoint(self) -> None:
         """Rule 4: one endpoint at a time may reserve GPUs for it; another one when that fails."""
@@ -243,7 +245,8 @@ class Acquisition:
         return _all_of(errors)
 
     def _report_if_blocked(self) -> None:
-        if not self.was_blocked and all(self._has_answered(each) for each in self.requests.values()):
+        requests = self.requests.values()
+        if not self.was_blocked and all(self._has_answered(each) or each.endpoint.is_silent for each in requests):
             self.was_blocked = True
             self._on_blocked()
 

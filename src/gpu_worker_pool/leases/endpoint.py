@@ -261,6 +261,8 @@ class EndpointRequest:
             if self._was_sent:
                 await self._cancel()
             return
+        finally:
+            self._end_turn()
         if self._is_withdrawn:
             if lease is not None:
                 await self._give_back(lease)
@@ -274,13 +276,8 @@ class EndpointRequest:
 
     async def _until_granted(self) -> HeldLease | None:
         endpoint = self.endpoint
-        await endpoint.first_polls.acquire()
-        self._has_turn = True
-        try:
-            # No wait behind other requests of ours: it would be pointless, and delay the first polls of later ones.
-            answer = await self._poll_until_answered(0.0 if endpoint.waiting else self._first_wait_seconds)
-        finally:
-            self._end_turn()
+        # No wait behind other requests of ours: it would be pointless, and delay the first polls of later ones.
+        answer = await self._poll_until_answered(0.0 if endpoint.waiting else self._first_wait_seconds)
         endpoint.waiting += 1
         has_long_poll = False
         try:
@@ -302,34 +299,38 @@ class EndpointRequest:
     async def _poll_until_answered(self, wait_seconds: float) -> HeldLease | StillWaiting:
         attempt = 0
         while True:
+            if not (self._is_known or self._has_turn):
+                await self.endpoint.first_polls.acquire()
+                self._has_turn = True
+            pause_seconds = 0.0
             await self.endpoint.until_it_may_be_polled(self._report)
             self._was_sent = True
             self._is_first_under_way = not self._is_known
             # A probe must not take long: the others wait for its result.
             seconds = 0.0 if self.endpoint.is_failing else wait_seconds
             patience_seconds = 0.0 if self.endpoint.is_silent else SILENCE_SECONDS
-            silence = (
-                asyncio.get_running_loop().call_later(patience_seconds, self._end_turn) if self._has_turn else None
-            )
+            silence = asyncio.get_running_loop().call_later(patience_seconds, self._end_turn)
             try:
                 answer = await self.endpoint.poll(self._request, wait_seconds=seconds, may_reserve=self.may_reserve)
             except RequestEndedError as error:
                 self._start_over(error)
+                wait_seconds = 0.0  # like every first poll, so that those after it need not wait long
             except TooManyWaitingError as error:
                 self._report(error)
-                self._is_first_under_way = False
-                await asyncio.sleep(0.2 + backoff_seconds(attempt, random.random(), longest=5.0))  # noqa: S311
+                pause_seconds = 0.2 + backoff_seconds(attempt, random.random(), longest=5.0)  # noqa: S311
             except RetryableError as error:
                 self._report(error)  # the endpoint decides when to retry
             else:
                 self._is_known = True
                 return answer
             finally:
+                silence.cancel()
                 self._is_first_under_way = False
-                if silence is not None:
-                    silence.cancel()
+                if self._is_known:
+                    self._end_turn()
             if self._is_withdrawn:
                 raise asyncio.CancelledError
+            await asyncio.sleep(pause_seconds)
             attempt += 1
 
     def _end_turn(self) -> None:

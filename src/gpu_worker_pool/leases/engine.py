@@ -26,6 +26,7 @@ from gpu_worker_pool.leases.lease import End
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from gpu_worker_pool.leases.acquisition import Acquisition
     from gpu_worker_pool.leases.lease import HeldLease, LeaseService
 
 T = TypeVar("T")
@@ -34,8 +35,7 @@ logger = logging.getLogger(__name__)
 
 #: Time limit of `stop` for giving back leases and withdrawing requests; leases left after that expire.
 STOP_SECONDS = 5.0
-#: The part of it in which leases are given back that could not be at the first try. Not all of it: a program need not
-#: wait long for a server that is down.
+#: The part of it for releases that failed at the first try: nobody should wait long for a server that is down.
 RETRIES_AT_STOP_SECONDS = 2.0
 #: After that, the time limit for cancelled tasks to end.
 CANCELLED_TASKS_SECONDS = 0.5
@@ -75,6 +75,8 @@ class LeaseEngine:
         #: First come, first served: one acquisition after the other sends its first polls.
         self.turn = asyncio.Lock()
         self._polls = PollBudget.for_process()
+        #: Those under way, which a stop withdraws.
+        self.acquisitions: set[Acquisition] = set()
         #: Each lease and the task that renews it. By request id: two servers can use the same lease id.
         self._held: dict[str, tuple[HeldLease, asyncio.Task[None]]] = {}
         #: What a stop waits for: requests under way, requests withdrawn, leases given back.
@@ -229,7 +231,9 @@ class LeaseEngine:
     # --- the end ---
 
     async def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
-        """Give back every lease, and finish withdrawing requests. The owner of the services closes them."""
+        """Withdraw every request and give back every lease. The owner of the services closes them."""
+        for acquisition in self.acquisitions:
+            acquisition.withdraw()
         for task in self._attempts:
             task.cancel()
         try:

@@ -481,6 +481,38 @@ async def test_the_time_is_over_also_where_an_earlier_request_is_not_answered(
     await track.engine.stop(0.1)
 
 
+async def test_requests_keep_their_order_where_the_queue_is_full(track: Track, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu_worker_pool.leases.endpoint.SILENCE_SECONDS", 0.05)
+    service = track.services["a"]
+    service.failing["acquire"] = TooManyWaitingError("the queue is full")
+    candidates = [track.candidate("a") for _ in range(5)]
+    running = [asyncio.create_task(Acquisition(track.engine, [each]).run()) for each in candidates]
+    await until(lambda: service.count("acquire") >= 2)
+    track.busy("a")
+    service.failing.clear()
+    await until(lambda: track.endpoints["a"].waiting == 5, 15)
+    arrived = list(dict.fromkeys(request_id for name, request_id in service.calls if name == "acquire"))
+    assert arrived == [each.request.request_id for each in candidates]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_a_request_that_is_sent_again_after_an_outage_can_be_withdrawn_at_once(track: Track) -> None:
+    track.busy("a")
+    service = track.services["a"]
+    running = asyncio.create_task(track.acquisition("a").run())
+    await until(lambda: len(service.polls) == 2)
+    service.failing["acquire"] = RequestEndedError("it was dropped", state="abandoned")
+    service.before = lambda _: service.failing.clear()
+    service.wake()
+    await until(lambda: len(service.polls) >= 4)
+    assert [seconds for seconds, _ in service.polls[2:4]] == [0.0, 20.0]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await track.is_clean()
+
+
 async def test_an_endpoint_that_returned_is_asked_also_by_a_request_that_does_not_wait(track: Track) -> None:
     track.services["a"].failing["acquire"] = NetworkRetryableError("connection refused")
     with pytest.raises(TimeoutError):
@@ -489,6 +521,23 @@ async def test_an_endpoint_that_returned_is_asked_also_by_a_request_that_does_no
     track.endpoints["a"].returned()
     lease = await track.acquisition("a", timeout_seconds=0.0).run()
     assert lease.endpoint_id == "a"
+
+
+async def test_a_silent_endpoint_is_asked_also_by_a_request_that_does_not_wait(track: Track) -> None:
+    track.endpoints["a"].is_silent = True
+    lease = await track.acquisition("a", timeout_seconds=0.0).run()
+    assert lease.endpoint_id == "a"
+    assert not track.endpoints["a"].is_silent
+
+
+async def test_a_stop_ends_the_requests_that_wait(track: Track) -> None:
+    track.busy("a")
+    running = asyncio.create_task(track.acquisition("a", timeout_seconds=1000.0).run())
+    await until(lambda: track.endpoints["a"].waiting)
+    await track.engine.stop()
+    with pytest.raises(PoolStoppedError):
+        await running
+    assert track.services["a"].count("cancel") == 1
 
 
 async def test_an_endpoint_that_leaves_after_the_grant_does_not_take_the_lease_along(track: Track) -> None:

@@ -34,8 +34,7 @@ class Channel:
         return True
 
     def report(self, kind: str, **message: Any) -> None:
-        """Like `send`, but not while many messages are unread: a process that is suspended reads nothing for hours, and
-        later must find the few that count."""
+        """Like `send`, but not while many messages are unread: a suspended process must find the few that count."""
         unread_bytes = array("i", [0])
         fcntl.ioctl(self._socket, termios.TIOCOUTQ, unread_bytes)
         if unread_bytes[0] < _MOST_UNREAD_BYTES:
