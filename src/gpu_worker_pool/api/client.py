@@ -52,7 +52,8 @@ _NO_SERVER: Final = "is this a GPU server, and is its API_PREFIX part of the con
 _NO_LEASES: Final = (
     "this server gives no leases: it is an older one, or not a gpu-worker-pool server; "
     "restart clients that used its leases before"
-)  #: By status and code, the errors that mean a lease is lost. Any other 4xx says nothing about the lease.
+)
+#: By status and code, the errors that mean a lease is lost. Any other 4xx says nothing about the lease.
 _LOST: Final[dict[tuple[int, str], type[GPUWorkerPoolError]]] = {
     (404, "unknown_lease"): UnknownLeaseError,
     (403, "not_yours"): NotYourLeaseError,

@@ -316,9 +316,8 @@ class LeasePool:
                 details += f"\n  {name}: {_shown(each.waiting)}" if name != IN_PROCESS else ""
             elif self._is_answering(name):
                 details += f"\n  {name}: does not answer lease requests"
-        is_asked = bool(requests or acquisition.refused)
-        kind = ServiceUnavailableTimeoutError if is_asked and not has_answer else type(error)
-        return kind(f"{error}{details}")
+        is_unanswered = (requests or acquisition.refused) and not has_answer
+        return (ServiceUnavailableTimeoutError if is_unanswered else type(error))(f"{error}{details}")
 
     # --- giving back ---
 

@@ -78,7 +78,7 @@ class _LeaseProgram:
         )
         #: The GPU is not needed any more: `gpu-pool` said so, or its user interrupted it.
         self._is_over = asyncio.Event()
-        #: `gpu-pool` itself is gone, without a word.
+        #: `gpu-pool` itself has ended and said nothing.
         self._is_alone = asyncio.Event()
         #: The command has ended and left nothing behind; for a `wait`: its shell knows of the GPU.
         self._is_clean = self._is_taken = False
