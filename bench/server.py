@@ -206,6 +206,7 @@ def bare():
         pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
         pynvml.nvmlDeviceGetTotalEccErrors(handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
         pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+        pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3(handle)
 def best(run):
     times = []
     for _ in range(400):

@@ -44,6 +44,7 @@ _OURS = [
     "GPU_POOL_IDLE_AFTER",
     "GPU_POOL_MOST_WAITING",
     "GPU_POOL_PEERS",
+    "GPU_POOL_SOCKET",
 ]
 START_SECONDS = 30.0
 
@@ -82,7 +83,7 @@ class ServerProcess:
             "RELOAD": "false",
             "GPU_POOL_STATE_DIR": str(folder / "state"),
         }
-        self._environment = inherited | own | env
+        self.environment = inherited | own | env
         self._arguments = list(arguments) or ["-m", "gpu_worker_pool.gpu_server"]
         self._wait = wait
         self._log_path = folder / f"log-{self.port}.txt"
@@ -105,7 +106,7 @@ class ServerProcess:
             self.process = subprocess.Popen(
                 [sys.executable, *arguments],
                 cwd=self.folder,
-                env=self._environment,
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

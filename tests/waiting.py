@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def eventually(look: Callable[[], T], within_seconds: float = 15.0) -> T:
+def eventually(look: Callable[[], T], within_seconds: float = 30.0) -> T:
     """What `look` returns once that is true; it may also assert, and is asked again until it no longer fails."""
     deadline = time.monotonic() + within_seconds
     while True:

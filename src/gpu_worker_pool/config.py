@@ -18,6 +18,7 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeGuard,
 
 from gpu_worker_pool.core.settings import Strategy
 from gpu_worker_pool.environment import Environment, one_of
+from gpu_worker_pool.lease_variables import GPUNaming
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,11 @@ def validate_lease_ttl(value: object, name: str = "lease_ttl") -> float:
     raise ValueError(f"{name} must be a number of seconds from {limits}, not {value!r}")
 
 
+def validate_gpu_names(value: object, name: str = "gpu_names") -> GPUNaming:
+    choices: tuple[GPUNaming, ...] = get_args(GPUNaming)
+    return one_of(choices, value, name)
+
+
 def validate_api_key(value: object, name: str = "api_key") -> str:
     """The error never shows the value: a key with a typo is almost a key."""
     if isinstance(value, str) and _KEY_PATTERN.fullmatch(value):
@@ -113,15 +119,20 @@ def is_private_url(url: str) -> bool:
 
 
 def is_loopback_url(url: str) -> bool:
-    match = _URL.fullmatch(url)
-    if match is None:
+    host = host_of(url)
+    if not host:
         return url == LOCAL_ENDPOINT
-    host = match["host"].lower()
     if host == "localhost":
         return True
     with contextlib.suppress(ValueError):  # a host name: unknown
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     return False
+
+
+def host_of(url: str) -> str:
+    """A name or an address, without the brackets of IPv6; empty for `local://`."""
+    match = _URL.fullmatch(url)
+    return match["host"].lower().strip("[]") if match is not None else ""
 
 
 def parse_endpoint(text: str, name: str = "service_endpoint") -> EndpointConfig:
@@ -300,11 +311,12 @@ _HEALTH_CHECK_INTERVAL: _Variable[float] = _Variable(
 )
 _COORDINATION: _Variable[Coordination] = _Variable("GPU_POOL_COORDINATION", "auto", str.lower, validate_coordination)
 _LEASE_TTL = _Variable("GPU_POOL_LEASE_TTL", 60.0, float, validate_lease_ttl)
+_GPU_NAMES: _Variable[GPUNaming] = _Variable("GPU_POOL_GPU_NAMES", "index", str.lower, validate_gpu_names)
 _API_KEY: _Variable[str | None] = _Variable("GPU_POOL_API_KEY", None, str, validate_api_key)
 #: All but the endpoints.
 VARIABLES: tuple[_Variable[Any], ...] = (
     *(_MEMORY_THRESHOLD, _UTILIZATION_THRESHOLD, _POLLING_INTERVAL, _STRATEGY, _ENDPOINT_TIMEOUT),
-    *(_ENDPOINT_MAX_RETRIES, _HEALTH_CHECK_INTERVAL, _COORDINATION, _LEASE_TTL, _API_KEY),
+    *(_ENDPOINT_MAX_RETRIES, _HEALTH_CHECK_INTERVAL, _COORDINATION, _LEASE_TTL, _GPU_NAMES, _API_KEY),
 )
 
 
@@ -368,6 +380,9 @@ class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
     def get_lease_ttl(self) -> float:
         return _LEASE_TTL.read(self._environment)
 
+    def get_gpu_names(self) -> GPUNaming:
+        return _GPU_NAMES.read(self._environment)
+
     def get_api_key(self) -> str | None:
         return _API_KEY.read(self._environment)
 
@@ -404,6 +419,8 @@ class PoolConfig:
     endpoint_health_check_interval: float
     coordination: Coordination
     lease_ttl: float
+    #: How `assignment.env` names GPUs.
+    gpu_names: GPUNaming
     #: Secret: never shown in text, logs or errors.
     api_key: str | None = field(repr=False)
     allow_insecure_key: bool
@@ -454,6 +471,7 @@ class PoolConfig:
             endpoint_health_check_interval=pick("endpoint_health_check_interval", _HEALTH_CHECK_INTERVAL),
             coordination=pick("coordination", _COORDINATION),
             lease_ttl=pick("lease_ttl", _LEASE_TTL),
+            gpu_names=pick("gpu_names", _GPU_NAMES),
             api_key=pick("api_key", _API_KEY),
             allow_insecure_key=validate_flag(allow_insecure_key, "allow_insecure_key"),
         )

@@ -182,6 +182,16 @@ class LedgerUnavailableError(GPUWorkerPoolError):
     retryable = True
 
 
+class LedgerUnusableError(LedgerUnavailableError, ServiceRefusedError):
+    """The ledger cannot be opened, and trying again does not help."""
+
+    retryable = False
+
+
+class LedgerPermissionError(LedgerUnusableError):
+    """This user may not use the ledger that the others share."""
+
+
 # --- events the core refuses ---
 
 

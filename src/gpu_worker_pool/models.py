@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from datetime import datetime
 from typing import Any, Protocol, TypeAlias
 
-from gpu_worker_pool.lease_variables import lease_variables
+from gpu_worker_pool.lease_variables import GPUNaming, VisibleGPU, lease_variables
 
 #: A GPU's index on its host, or, with several endpoints, its global id `"endpoint:index"`.
 GPUId: TypeAlias = int | str
@@ -62,8 +62,30 @@ class GPUInfo:
     reports_utilization: bool = True
     #: Processes on the GPU; `None` if the server cannot see them or does not report them.
     process_count: int | None = None
+    #: The GPU has no memory of its own: the memory is its host's.
+    unified_memory: bool = False
 
     def __post_init__(self) -> None:
+        # Hundreds of endpoints are read every few seconds: one look at what is nearly always right.
+        given: Any = self  # of any type, until this has looked
+        memory, utilization = given.memory_usage_percent, given.utilization_percent
+        total, used = given.memory_total_mb, given.memory_used_mb
+        if (
+            type(memory) in _NUMBERS
+            and type(utilization) in _NUMBERS
+            and type(total) in _NUMBERS
+            and type(used) in _NUMBERS
+            and 0 <= memory <= 100
+            and 0 <= utilization <= 100
+            and 0 <= used <= total <= sys.float_info.max
+            and type(given.gpu_id) is type(given.process_count) is int
+            and given.gpu_id >= 0 <= given.process_count
+            and type(given.name) is type(given.uuid) is str
+            and given.uuid
+            and given.fault is None
+            and type(given.leased) is type(given.reports_utilization) is bool
+        ):
+            return
         _check_count("gpu_id", self.gpu_id)
         _check_text("name", self.name, may_be_empty=True)
         _check_percent("memory_usage_percent", self.memory_usage_percent)
@@ -77,6 +99,7 @@ class GPUInfo:
             _check_text("fault", self.fault)
         _check_flag("leased", self.leased)
         _check_flag("reports_utilization", self.reports_utilization)
+        _check_flag("unified_memory", self.unified_memory)
         if self.process_count is not None:
             _check_count("process_count", self.process_count)
 
@@ -195,6 +218,8 @@ class GPUAssignment:
     fence: int | None = None
     expires_at: datetime | None = None
     _lease_health: LeaseHealth | None = field(default=None, repr=False, compare=False)
+    #: How `env` names the GPUs.
+    _gpu_names: GPUNaming = field(default="index", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # One of these is made for every request, so what is right is found to be so without a call.
@@ -234,11 +259,10 @@ class GPUAssignment:
     @property
     def env(self) -> dict[str, str]:
         """Environment variables that show a process on the GPUs' host these GPUs and no others."""
-        # A MIG device has no index; the index of its GPU would show the whole GPU.
-        mig = any(uuid.startswith("MIG-") for uuid in self.gpu_uuids)
-        devices: Iterable[GPUId] = self.gpu_uuids if mig else self.local_gpu_ids
-        visible = ",".join(map(str, devices))
-        return lease_variables(visible, self.lease_id)
+        indices = self.local_gpu_ids
+        uuids = self.gpu_uuids or (None,) * len(indices)
+        gpus = [VisibleGPU(index, uuid) for index, uuid in zip(indices, uuids, strict=True)]
+        return lease_variables(gpus, self.lease_id, self._gpu_names)
 
     @property
     def lost(self) -> bool:
@@ -292,6 +316,7 @@ class GlobalGPUAssignment(GPUAssignment):
         fence: int | None = None,
         expires_at: datetime | None = None,
         _lease_health: LeaseHealth | None = None,
+        _gpu_names: GPUNaming = "index",
     ) -> None:
         _check_global_gpu_id(global_gpu_id, endpoint_id, local_gpu_id)
         object.__setattr__(self, "global_gpu_id", global_gpu_id)
@@ -307,6 +332,7 @@ class GlobalGPUAssignment(GPUAssignment):
             fence=fence,
             expires_at=expires_at,
             _lease_health=_lease_health,
+            _gpu_names=_gpu_names,
         )
 
     @property
@@ -331,6 +357,7 @@ def make_assignment(
     lease_id: str | None = None,
     expires_at: datetime | None = None,
     lease_health: LeaseHealth | None = None,
+    gpu_names: GPUNaming = "index",
 ) -> GPUAssignment:
     """A global one unless `endpoint_id` is empty, which it is with a single endpoint."""
     uuids = tuple([gpu.uuid for gpu in gpus if gpu.uuid is not None])
@@ -347,6 +374,7 @@ def make_assignment(
             fence=fence,
             expires_at=expires_at,
             _lease_health=lease_health,
+            _gpu_names=gpu_names,
         )
     names = [make_global_gpu_id(endpoint_id, gpu.index) for gpu in gpus]
     return GlobalGPUAssignment(
@@ -361,6 +389,7 @@ def make_assignment(
         fence=fence,
         expires_at=expires_at,
         _lease_health=lease_health,
+        _gpu_names=gpu_names,
     )
 
 
@@ -446,7 +475,7 @@ class MultiEndpointPoolStatus(PoolStatus):
 # --- checks: the error names the field and the value ---
 
 #: Made once: hundreds of GPUs are checked every few seconds.
-_NUMBER = (int, float)
+_NUMBERS = (int, float)
 
 
 def _check_text(name: str, value: object, *, may_be_empty: bool = False) -> None:
@@ -476,7 +505,7 @@ def _check_count(name: str, value: object) -> None:
 def _check_number(name: str, value: object, *, may_be_unknown: bool = True, most: float = sys.float_info.max) -> None:
     if value is None and may_be_unknown:
         return
-    if not isinstance(value, _NUMBER) or isinstance(value, bool):
+    if not isinstance(value, _NUMBERS) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number{' or None' if may_be_unknown else ''}, not {value!r}")
     # False for NaN and infinity, and for integers that no float can hold.
     if not 0 <= value <= most:

@@ -5,35 +5,100 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shlex
+import site
+import stat
+import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from gpu_worker_pool.errors import LedgerPermissionError, LedgerUnusableError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 logger = logging.getLogger(__name__)
 
+VARIABLE: Final = "GPU_POOL_STATE_DIR"
 #: Locks and shared memory are unreliable there, and several hosts would share one folder.
 NETWORK_FILE_SYSTEMS = frozenset(
     ["9p", "afs", "beegfs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "lustre", "nfs", "nfs4", "smb3", "smbfs"]
 )
-#: Made by an administrator, writable for the users that share the GPUs.
+#: Made by `gpu-pool setup`, for the users that share the GPUs.
 SHARED_DIRECTORY = Path("/var/lib/gpu-pool")
+#: Where root finds commands with the usual `secure_path` of sudo.
+_PATH_OF_ROOT: Final = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+#: Errors of the system that another try does not change.
+LASTING_ERRORS: Final = frozenset(
+    [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.ELOOP, errno.ENAMETOOLONG]
+)
+_announced: list[bool] = []
+
+
+class Location(NamedTuple):
+    path: Path
+    #: Only this user's programs use it, and the user did not choose that.
+    is_private: bool
 
 
 def state_directory(chosen: str | None = None, environ: Mapping[str, str] | None = None) -> Path:
-    """`chosen`, else `GPU_POOL_STATE_DIR`, else the shared directory if it is writable, else the user's own.
+    """`chosen`, else `GPU_POOL_STATE_DIR`, else the shared directory if there is one, else the user's own.
 
-    Raises an `OSError` where none can be made.
+    Raises `LedgerUnusableError` where it cannot be used, and an `OSError` where that may pass.
     """
-    env = os.environ if environ is None else environ
+    directory = locate(chosen, environ).path
     try:
-        directory = _state_directory((chosen or env.get("GPU_POOL_STATE_DIR", "")).strip(), env)
-    except RuntimeError as error:  # a home directory is unknown
-        raise OSError(errno.ENOENT, f"{error}; set GPU_POOL_STATE_DIR") from error
-    if (kind := _file_system(directory.resolve())) in NETWORK_FILE_SYSTEMS:
-        raise OSError(errno.ENOTSUP, f"on a network file system ({kind}); set GPU_POOL_STATE_DIR", str(directory))
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in LASTING_ERRORS or isinstance(error, FileExistsError):
+            text = f"cannot make the state directory {directory}: {error.strerror}; set {VARIABLE} to a folder of yours"
+            raise LedgerUnusableError(text) from None
+        raise
+    if (kind := file_system_of(directory.resolve())) in NETWORK_FILE_SYSTEMS:
+        raise LedgerUnusableError(
+            f"{directory} is on a network file system ({kind}), where locks are not reliable; set {VARIABLE} to a "
+            "folder on a local disk"
+        )
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
+        raise LedgerPermissionError(_why_not_writable(directory))
     return directory
+
+
+def locate(chosen: str | None = None, environ: Mapping[str, str] | None = None) -> Location:
+    """Where it is or would be; makes nothing. Raises `LedgerUnusableError` for a path that cannot be meant."""
+    env = os.environ if environ is None else environ
+    text = (chosen or env.get(VARIABLE, "")).strip()
+    try:
+        if text:
+            return Location(_absolute(text), is_private=False)
+        if os.path.lexists(SHARED_DIRECTORY):
+            if not SHARED_DIRECTORY.is_dir():
+                raise LedgerUnusableError(f"{SHARED_DIRECTORY} is not a folder: remove it; {remedy()}")
+            return Location(SHARED_DIRECTORY, is_private=False)
+        return Location(own_directory(env), is_private=True)
+    except RuntimeError as error:  # a home directory is unknown
+        raise LedgerUnusableError(f"{error}; set {VARIABLE}") from error
+
+
+def own_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """The directory of this user alone. Raises a `RuntimeError` where the home directory is unknown."""
+    base = (os.environ if environ is None else environ).get("XDG_STATE_HOME", "").strip()
+    # As its specification says, a relative path is ignored.
+    return (Path(base) if base.startswith("/") else Path.home() / ".local" / "state") / "gpu-pool"
+
+
+def _absolute(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_absolute():
+        raise LedgerUnusableError(
+            f"{VARIABLE}={text!r} is relative, so every folder would get a separate ledger; write an absolute path, "
+            f"such as {Path.cwd() / path}"
+        )
+    return path
+
+
+# --- files in it ---
 
 
 def shared_mode(directory: Path) -> int:
@@ -42,23 +107,112 @@ def shared_mode(directory: Path) -> int:
     return 0o600 | (0o060 if mode & 0o020 else 0) | (0o006 if mode & 0o002 else 0)
 
 
-def _state_directory(chosen: str, env: Mapping[str, str]) -> Path:
-    if chosen:
-        directory = Path(chosen).expanduser()
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return directory
-    if SHARED_DIRECTORY.is_dir() and os.access(SHARED_DIRECTORY, os.W_OK):
-        return SHARED_DIRECTORY
-    base = env.get("XDG_STATE_HOME", "").strip()
-    directory = (Path(base) if base else Path.home() / ".local" / "state") / "gpu-pool"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    logger.warning(
-        "%s does not exist or is not writable: sharing among your own programs only, in %s", SHARED_DIRECTORY, directory
-    )
-    return directory
+def share_file(descriptor: int, directory: Path) -> None:
+    """Give a new file to all who may write to its folder, whatever the umask and group of its maker are."""
+    folder, file = directory.stat(), os.fstat(descriptor)
+    owner = folder.st_uid if os.geteuid() == 0 else -1  # root must not lock out the owner of the folder
+    if file.st_gid != folder.st_gid or owner not in (-1, file.st_uid):
+        with suppress(PermissionError):  # not in that group: then the folder is open to all
+            os.fchown(descriptor, owner, folder.st_gid)
+    os.fchmod(descriptor, shared_mode(directory))
 
 
-def _file_system(path: Path) -> str:
+# --- sharing it with other users ---
+
+
+def setup_command(*words: str) -> str:
+    """The command that an administrator types, as it works on this host."""
+    return " ".join(["sudo", *map(shlex.quote, [*_own_command(), "setup", *words])])
+
+
+def repair_command(directory: Path) -> str:
+    """The same for a folder that is shared already."""
+    return setup_command(*(() if directory == SHARED_DIRECTORY else ("--directory", str(directory))))
+
+
+def remedy() -> str:
+    """What to do so that all users of this host share its GPUs."""
+    return f"to share this host's GPUs with other users: {setup_command()}"
+
+
+def privacy_notice() -> str:
+    return f"only your own jobs are coordinated; {remedy()}"
+
+
+def announce_privacy(chosen: str | None = None, say: Callable[[str], object] = logger.warning) -> None:
+    """Say once in a process, before it grants, that other users' jobs are not seen."""
+    if not _announced and locate(chosen).is_private:
+        _announced.append(True)
+        say(privacy_notice())
+
+
+def _own_command() -> list[str]:
+    """`gpu-pool` where root finds this installation under that name; else by a path that works for root too."""
+    user_site = site.getusersitepackages() if site.ENABLE_USER_SITE else ""
+    if user_site and Path(__file__).is_relative_to(user_site):  # root does not look there
+        return ["env", f"PYTHONPATH={user_site}", sys.executable, "-m", "gpu_worker_pool"]
+    script = Path(sys.executable).with_name("gpu-pool")
+    if not script.exists():
+        return [sys.executable, "-m", "gpu_worker_pool"]
+    found = next((path for folder in _PATH_OF_ROOT if (path := Path(folder, "gpu-pool")).exists()), None)
+    return ["gpu-pool"] if found is not None and found.samefile(script) else [str(script)]
+
+
+def _why_not_writable(directory: Path) -> str:
+    import grp  # not before they are needed: `gpu-pool run` should start fast
+    import pwd
+
+    folder = directory.stat()
+    uid = os.geteuid()
+    private = f"to coordinate only your own jobs: gpu-pool run --private, or {VARIABLE}={_shown_home(own_directory())}"
+    refused = f"{directory} exists, but you may not write to it"
+    if os.statvfs(directory).f_flag & os.ST_RDONLY:
+        return f"{refused}: its file system is read-only; {private}"
+    user = _name_of(lambda: pwd.getpwuid(uid).pw_name, uid)
+    if directory == own_directory():
+        return f"{refused}: sudo chown -R {user} {directory} gives it back to you"
+    if not folder.st_mode & stat.S_IWGRP:
+        owner = _name_of(lambda: pwd.getpwuid(folder.st_uid).pw_name, folder.st_uid)
+        if folder.st_uid == 0:
+            return f"{refused}: only root may; {remedy()}; {private}"
+        return (
+            f"{refused}: only user {owner} may, whose server gives the leases; is it running? "
+            f"(systemctl status gpu-pool); {private}"
+        )
+    group = _name_of(lambda: grp.getgrgid(folder.st_gid).gr_name, folder.st_gid)
+    if user in _members(folder.st_gid):
+        return f"{refused} yet: you are in group {group}; log in again, or type: newgrp {group}; {private}"
+    return f"{refused}: join group {group} and log in again ({_joining(directory, user)}); {private}"
+
+
+def _joining(directory: Path, user: str) -> str:
+    return f"{repair_command(directory)} --add {shlex.quote(user)}"
+
+
+def _members(gid: int) -> list[str]:
+    import grp
+
+    try:
+        return grp.getgrgid(gid).gr_mem
+    except KeyError:
+        return []
+
+
+def _name_of(look_up: Callable[[], str], number: int) -> str:
+    try:
+        return look_up()
+    except KeyError:
+        return str(number)
+
+
+def _shown_home(path: Path) -> str:
+    try:
+        return f"~/{path.relative_to(Path.home())}"
+    except (ValueError, RuntimeError):
+        return shlex.quote(str(path))
+
+
+def file_system_of(path: Path) -> str:
     """The type of the file system, such as `ext4`."""
     kind, longest = "", -1
     for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():

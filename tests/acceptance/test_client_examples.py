@@ -31,7 +31,7 @@ from gpu_worker_pool.config import PoolConfig
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "spec"
 OUR_PAGES = {"README.md": ROOT / "README.md"} | {
-    name: ROOT / "docs" / name for name in ("API.md", "LEASES.md", "MIGRATION_GUIDE.md")
+    name: ROOT / "docs" / name for name in ("API.md", "LEASES.md", "MIGRATION_GUIDE.md", "RECIPES.md")
 }
 #: What was asked for. It lies beside the project for those who develop it, and is not part of it.
 CONTRACT = {name: SHARED / name for name in ("API.md", "MIGRATION_GUIDE.md", "MULTI_ENDPOINT_DESIGN.md")}
@@ -164,7 +164,7 @@ def secure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
     server = ServerProcess(folder, arguments=arguments, wait=False, GPU_BACKEND="simulated:4", GPU_POOL_HOSTS=hosts)
     with server:
         deadline = time.monotonic() + 30
-        while "Application startup complete" not in server.log:
+        while "Uvicorn running on" not in server.log:  # which it says when it listens
             assert time.monotonic() < deadline, server.log
             time.sleep(0.05)
         yield Secure(server.port, certificate)
@@ -197,6 +197,7 @@ def run_all(
         check=False,
         env=clean_environment(
             SSL_CERT_FILE=str(secure.certificate),
+            PYTHONPATH=str(ROOT / "tests" / "fakes" / "modules"),  # libraries that blocks name and we do not need
             # For blocks that use `local://`.
             GPU_BACKEND="simulated:4",
             GPU_POOL_STATE_DIR=str(servers[0].folder / "without-a-server"),

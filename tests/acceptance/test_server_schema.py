@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from tests.server_process import ServerProcess
 
+from gpu_worker_pool import __version__
+
 ROUTES = {
     "/",
     "/config",
@@ -117,6 +119,11 @@ def test_every_route_is_in_the_schema(schema_and_port: Any) -> None:
     assert schema["info"]["title"] == "GPU Statistics Server"
     assert schema["info"]["version"] == "1.0.0"
     assert schema["info"]["description"].startswith("A server that provides GPU statistics")
+    # Those are the documented defaults of TITLE and VERSION; the lease API says what it is.
+    (leases,) = schema["tags"]
+    assert leases["name"] == "leases"
+    assert f"gpu-worker-pool {__version__}" in leases["description"]
+    assert all(operation["tags"] == ["leases"] for path in LEASE_ROUTES for operation in schema["paths"][path].values())
     for path, operations in schema["paths"].items():
         assert operations.keys() == LEASE_ROUTES.get(path, {"get"}), path
     for path in ("/gpu/stats", "/gpu/count", "/gpu/summary", "/gpu/history"):

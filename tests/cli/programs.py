@@ -128,8 +128,8 @@ class Programs:
 
     # --- on a terminal ---
 
-    def terminal(self, command: Sequence[str], **variables: str) -> Terminal:
-        terminal = Terminal(command, self.environment | variables, self.folder)
+    def terminal(self, command: Sequence[str], *, width: int = 120, **variables: str) -> Terminal:
+        terminal = Terminal(command, self.environment | {"COLUMNS": str(width)} | variables, self.folder, width)
         self._terminals.append(terminal)
         return terminal
 
@@ -175,7 +175,7 @@ class Started(subprocess.Popen[str]):
 class Terminal:
     """A program that has a terminal of its own, as the leader of its session; what it writes is collected."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], folder: Path) -> None:
+    def __init__(self, command: Sequence[str], environment: dict[str, str], folder: Path, width: int) -> None:
         self._collected = ""
         self.status: int | None = None
         self.pid, self._master = pty.fork()
@@ -188,7 +188,7 @@ class Terminal:
                 os.execvpe(command[0], list(command), environment)  # noqa: S606
             finally:
                 os._exit(127)
-        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
@@ -211,7 +211,7 @@ class Terminal:
             self._collect(0.05)
         return self.shown
 
-    def wait(self, within_seconds: float = 15.0) -> int:
+    def wait(self, within_seconds: float = 30.0) -> int:
         """The exit status, negative for the signal that ended it."""
         deadline = time.monotonic() + within_seconds
         while self.status is None:

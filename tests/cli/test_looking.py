@@ -44,7 +44,7 @@ def test_what_people_see(programs: Programs) -> None:
     holder = programs.holding("--label", "mine")
     programs.start("run", "--", "true")
     eventually(programs.waiting)
-    held = rf"^0 +17\.6/24 GiB +95 % +held +\S+:sh:{holder.pid} \(mine\) +\d+ s +all +17\.6 GiB$"
+    held = rf"^0 +17\.6/24 GiB +95 % +held +\S+ sh \(pid {holder.pid}\) \(mine\) +\d+ s +all +17\.6 GiB$"
 
     def with_load() -> str:
         """A simulated GPU is loaded a moment after it was granted."""
@@ -54,18 +54,39 @@ def test_what_people_see(programs: Programs) -> None:
 
     shown = eventually(with_load)
     assert "local: 1 x Simulated GPU 24GB, 0 free, 1 waiting" in shown
-    assert re.search(r"^1 +\S+:true:\d+ +\d+ s +one GPU: next in line; of 1 GPU: 1 held$", shown, re.M)
+    assert re.search(r"^1 +\S+ true \(pid \d+\) +\d+ s +one idle GPU: next in line; of 1 GPU: 1 held$", shown, re.M)
     leases, queue = programs.call("leases").stdout, programs.call("queue").stdout
     assert leases.splitlines()[0].split() == ["LEASE", "GPU", "HOLDER", "SINCE", "PROMISED", "USED", "STATE", "LABEL"]
     assert "mine" in leases
     assert queue.splitlines()[0].split() == ["PLACE", "REQUEST", "WHO", "WAITING", "WANTS", "WHY", "LABEL"]
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_ids_can_be_copied_from_a_narrow_terminal(programs: Programs, width: int) -> None:
+    holder = programs.holding("--label", "nightly run")
+    waiting = programs.start("run", "--label", "another one", "--", "true")
+    (row,) = eventually(programs.waiting)
+    (lease,) = programs.leases()
+    shown = {}
+    for command in ("status", "leases", "queue"):
+        terminal = programs.terminal([*GPU_POOL, command], width=width)
+        assert terminal.wait() == 0
+        shown[command] = terminal.shown.replace("\r", "")
+        assert [line for line in shown[command].splitlines() if len(line.rstrip()) > width] == []
+    assert re.search(rf"(^|\s){lease['lease_id']}\s", shown["leases"])
+    assert re.search(rf"(^|\s){row['request_id']}\s", shown["queue"]), shown["queue"]
+    for name, text in shown.items():
+        assert re.search(rf"\b{holder.pid if name != 'queue' else waiting.pid}\b", text), text
+    # What was copied is an argument.
+    (copied,) = re.findall(r"\b[0-9a-f]{32}\b", shown["queue"])
+    assert programs.call("release", copied).returncode == 0
+
+
 def test_nothing_to_see(programs: Programs) -> None:
     assert programs.call("leases").stdout == "no leases\n"
     assert programs.call("queue").stdout == "no waiting requests\n"
     assert "1 free, 0 waiting" in programs.call("status").stdout
-    assert programs.call("explain").stdout.startswith("one GPU: could be granted now\n")
+    assert programs.call("explain").stdout.startswith("one idle GPU: could be granted now\n")
 
 
 def test_explanations(programs: Programs) -> None:
@@ -82,7 +103,7 @@ def test_explanations(programs: Programs) -> None:
         (gpu,) = told["gpus"]
         assert (gpu["gpu_id"], gpu["uuid"]) == (0, UUID)
         assert gpu["obstacles"][0]["kind"] == "held"
-        assert f":sh:{holder.pid} for" in gpu["obstacles"][0]["text"]
+        assert f"'s sh (pid {holder.pid}) for" in gpu["obstacles"][0]["text"]
     missing = programs.call("explain", "--request", "nobody")
     assert missing.returncode == 1
     assert missing.stderr == "gpu-pool: no waiting request has the id 'nobody'; gpu-pool queue lists them\n"
@@ -265,7 +286,7 @@ def test_top_tells_why_what_was_there_is_not(programs: Programs, tmp_path: Path)
 
 
 def test_what_is_logged_looks_like_all_the_rest(programs: Programs) -> None:
-    done = programs.call("explain", GPU_MEMORY_THRESHOLD_PERCENT="much")
+    done = programs.call("explain", "--policy", "thresholds", GPU_MEMORY_THRESHOLD_PERCENT="much")
     assert done.returncode == 0
     assert [line.partition(" ")[0] for line in done.stderr.splitlines()] == ["gpu-pool:"], done.stderr
 
@@ -317,7 +338,7 @@ def test_config_reads_the_servers_file_too(programs: Programs) -> None:
 def test_a_well_host(programs: Programs) -> None:
     done = programs.call("doctor")
     assert done.returncode == 0
-    assert done.stdout.rstrip().endswith("all is well")
+    assert done.stdout.rstrip().endswith("\n1 warning: see above")
     assert "the GPUs are simulated" in done.stdout
 
 

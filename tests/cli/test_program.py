@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from gpu_worker_pool.cli.program import COMMANDS
 from tests.cli.programs import Programs
+from tests.fakes.http_server import HostileServer
+from tests.server_process import ServerProcess
+from tests.waiting import eventually
 
 
 @pytest.mark.parametrize("program", [["gpu-pool"], [sys.executable, "-m", "gpu_worker_pool"]])
@@ -74,6 +79,90 @@ def test_completion_in_a_real_bash(programs: Programs) -> None:
     shell.until("gpu-pool explain")
 
 
+def test_a_range_of_gpus_is_a_usage_error_and_the_remedy_works(programs: Programs) -> None:
+    for option in ("--only", "--exclude"):
+        done = programs.call("explain", option, "0-2")
+        assert done.returncode == 2
+        assert done.stderr.endswith("'0-2' has a range, which is not understood; write 0,1,2.\n")
+    assert programs.call("explain", "--only", "0,1,2").returncode == 0
+
+
+def offered(programs: Programs, words: str, **variables: str) -> list[tuple[str, str]]:
+    """The words and their descriptions, as a zsh gets them, without a word about anything that went wrong."""
+    number = str(len(words.split(" ")) - 1)
+    done = programs.call(COMP_WORDS=words, COMP_CWORD=number, _GPU_POOL_COMPLETE="zsh_complete", **variables)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    return [(lines[at + 1], lines[at + 2]) for at in range(0, len(lines), 3) if lines[at] == "plain"]
+
+
+def until_offered(programs: Programs, words: str, names: list[str], **variables: str) -> list[tuple[str, str]]:
+    """On a busy machine, the answer may come too late for the shell, which then offers nothing."""
+
+    def found() -> list[tuple[str, str]]:
+        found = offered(programs, words, **variables)
+        assert [name for name, _ in found] == names
+        return found
+
+    return eventually(found, within_seconds=40)
+
+
+def test_ids_to_release_are_offered_with_what_they_are(programs: Programs) -> None:
+    assert offered(programs, "gpu-pool release ") == []
+    holder = programs.holding("--label", "mine")
+    waiting = programs.start("run", "--", "true")
+    (row,) = eventually(programs.waiting)
+    (lease,) = programs.leases()
+    names = [lease["lease_id"], row["request_id"]]
+    found = until_offered(programs, "gpu-pool release ", names)
+    assert re.fullmatch(rf"GPU 0, held by \S+ sh \(pid {holder.pid}\), for \d+ s, mine", found[0][1])
+    assert re.fullmatch(rf"waits for 1 GPU, \S+ true \(pid {waiting.pid}\), for \d+ s", found[1][1])
+    until_offered(programs, "gpu-pool release lea", names[:1])
+    until_offered(programs, f"gpu-pool release {names[0]} ", names[1:])
+    until_offered(programs, "gpu-pool explain --request ", names[1:])
+
+
+def test_a_lease_to_release_is_completed_in_a_real_bash(programs: Programs) -> None:
+    programs.holding()
+    (lease,) = programs.leases()
+    shell = programs.terminal(["bash", "--norc", "--noprofile", "-i"], PS1="prompt> ")
+    shell.until("prompt> ")
+    shell.type('eval "$(_GPU_POOL_COMPLETE=bash_source gpu-pool)"\n')
+    shell.until("prompt> ", times=2)
+    shell.type("gpu-pool release l")
+
+    def completed() -> str:
+        shell.type("\t")
+        return shell.until(f"gpu-pool release {lease['lease_id']}", within_seconds=5)
+
+    eventually(completed, within_seconds=40)
+
+
+def test_the_users_own_ids_come_first(programs: Programs, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path / "server", GPU_BACKEND="simulated:2", ACCESS_LOG="false") as server:
+        theirs = server.ask("POST", "/leases", {"request_id": "theirs", "worker_id": "zoe"}).json["lease_id"]
+        at = {"GPU_SERVICE_ENDPOINT": server.url}
+        programs.holding(**at)
+        (mine,) = {row["lease_id"] for row in server.get("/leases").json["leases"]} - {theirs}
+        assert server.ask("POST", "/leases", {"request_id": "waiting"}).status == 202
+        until_offered(programs, "gpu-pool release ", [mine, theirs, "waiting"], **at)
+        until_offered(programs, f"gpu-pool release -e {server.url} ", [mine, theirs, "waiting"])
+
+
+@pytest.mark.parametrize("what", ["nothing listens", "a silent server", "a broken folder", "a wrong variable"])
+def test_nothing_is_offered_quickly_and_silently_where_nothing_answers(programs: Programs, what: str) -> None:
+    with HostileServer(lambda _: None, is_deaf=True) as silent:
+        variables = {
+            "nothing listens": {"GPU_SERVICE_ENDPOINT": "http://127.0.0.1:9"},
+            "a silent server": {"GPU_SERVICE_ENDPOINT": silent.url},
+            "a broken folder": {"GPU_POOL_STATE_DIR": "/proc/nowhere"},
+            "a wrong variable": {"GPU_BACKEND": "nonsense", "GPU_SERVICE_ENDPOINT": "nonsense"},
+        }[what]
+        begun_at = time.monotonic()
+        assert offered(programs, "gpu-pool release ", **variables) == []
+        assert time.monotonic() - begun_at < 10  # a second or two, where the machine is not busy
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts(programs: Programs, shell: str) -> None:
     done = programs.run(["gpu-pool"], _GPU_POOL_COMPLETE=f"{shell}_source")
@@ -87,7 +176,7 @@ def test_no_traceback_whatever_happens(programs: Programs) -> None:
         done = programs.call(*arguments)
         assert done.returncode in (1, 69), (arguments, done)
         assert "Traceback" not in done.stderr
-        assert done.stderr.startswith("gpu-pool: no usable state directory (GPU_POOL_STATE_DIR): "), done.stderr
+        assert done.stderr.startswith("gpu-pool: cannot make the state directory "), done.stderr
         assert str(programs.folder / "state") in done.stderr
 
 

@@ -23,7 +23,7 @@ def test_the_command_sees_its_gpu_and_the_caller_its_exit_status(programs: Progr
     variables = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
     assert variables["CUDA_VISIBLE_DEVICES"] == "0"
     assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert variables["NVIDIA_VISIBLE_DEVICES"] == "0"
+    assert variables["NVIDIA_VISIBLE_DEVICES"] == "GPU-51309a7e-0000-4000-8000-000000000000"
     assert variables["GPU_POOL_LEASE_ID"]
     assert programs.leases() == []
 
@@ -31,6 +31,11 @@ def test_the_command_sees_its_gpu_and_the_caller_its_exit_status(programs: Progr
 def test_uuids_on_request(programs: Programs) -> None:
     done = programs.call("run", "--uuids", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
     assert done.stdout == "GPU-51309a7e-0000-4000-8000-000000000000\n"
+    by_variable = programs.call("run", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES", GPU_POOL_GPU_NAMES="UUID")
+    assert (by_variable.stdout, by_variable.stderr) == (done.stdout, "")
+    bad = programs.call("run", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES", GPU_POOL_GPU_NAMES="name")
+    assert bad.stdout == "0\n"
+    assert "GPU_POOL_GPU_NAMES must be one of index, uuid, not 'name'" in bad.stderr
 
 
 def test_arguments_stdin_and_output_are_the_commands_own(programs: Programs) -> None:
@@ -83,10 +88,10 @@ def test_nothing_is_free_now(programs: Programs) -> None:
     programs.holding()
     done = programs.call("run", "--no-wait", "--", "true")
     assert done.returncode == 75
-    assert done.stderr == "gpu-pool: nothing is free now: one GPU: next in line; of 1 GPU: 1 held\n"
+    assert done.stderr == "gpu-pool: nothing is free now: one idle GPU: next in line; of 1 GPU: 1 held\n"
     late = programs.call("run", "--timeout", "0.5s", "--", "true")
     assert late.returncode == 124
-    assert "no GPU became free in 0.5 s: one GPU: next in line; of 1 GPU: 1 held" in late.stderr
+    assert "no GPU became free in 0.5 s: one idle GPU: next in line; of 1 GPU: 1 held" in late.stderr
     assert programs.waiting() == []
 
 
@@ -152,7 +157,7 @@ def test_one_waits_is_told_why_and_gets_it(programs: Programs) -> None:
     assert any("held by" in reason for reason in row["reasons"])
     explained = programs.call("explain")
     assert f":sleep:{first.pid}" not in explained.stdout  # it is named after what was run, which was a shell
-    assert f":sh:{first.pid} for" in explained.stdout
+    assert f"'s sh (pid {first.pid}) for" in explained.stdout
     eventually(lambda: "GPU 0: held by" in second.err)
     first.terminate()
     assert first.wait(10) == 143
@@ -175,7 +180,7 @@ def test_the_same_is_not_said_twice_and_nothing_where_silence_is_wanted(programs
     waiting.terminate()
     quiet.terminate()
     assert waiting.wait(10) == quiet.wait(10) == 143
-    said = r"gpu-pool: waiting \d+ s: one GPU: next in line; of 1 GPU: 1 held\n"
+    said = r"gpu-pool: waiting \d+ s: one idle GPU: next in line; of 1 GPU: 1 held\n"
     assert re.fullmatch(said, waiting.err), waiting.err
     assert quiet.err == ""
 
@@ -227,12 +232,11 @@ def test_inside_a_lease_it_does_not_wait_for_itself(programs: Programs) -> None:
     )
     done = programs.call("run", "--", "sh", "-c", f"echo $GPU_POOL_LEASE_ID; {inner}; {inner}")
     assert done.returncode == 0, done.stderr
-    lease_id, *nested = done.stdout.splitlines()
-    assert nested == [f"{lease_id} 0"] * 2
+    assert done.stdout.splitlines() == ["lease-1", "lease-2 0", "lease-3 0"]
     assert programs.leases() == []
     more = programs.call("run", "--", "gpu-pool", "run", "-n", "2", "--", "true")
     assert more.returncode == 65
-    assert "this program runs inside lease" in more.stderr
+    assert "lease-4, inside which this runs, has one GPU; 2 were requested" in more.stderr
 
 
 def test_inside_a_lease_nobody_gets_more_than_was_asked_for_nor_what_it_has_not(programs: Programs) -> None:
@@ -248,8 +252,8 @@ def test_inside_a_lease_nobody_gets_more_than_was_asked_for_nor_what_it_has_not(
     assert again == both
     assert other == "2"
     assert (model, only) == ("65", "65")
-    assert "does not have what it asks for (one H100 GPU)" in done.stderr
-    assert "does not have what it asks for (one GPU, only 0)" in done.stderr
+    assert "could ever serve it (GPU 1, 2: Simulated GPU 24GB, not H100)" in done.stderr
+    assert "could ever serve it (GPU 1, 2: not among 0)" in done.stderr
 
 
 def test_visible_devices_are_a_wish(programs: Programs) -> None:
@@ -303,3 +307,21 @@ def test_the_keeper_is_another_process_with_nothing_of_ours_open(programs: Progr
     assert process.wait(10) == 143
     assert not is_there(keeper)
     assert not is_there(command)
+
+
+def test_a_gpu_of_another_host_is_refused_before_anything_is_asked(programs: Programs) -> None:
+    """By its address alone: nothing is sent to it, and a server here is not asked either."""
+    there = "http://198.51.100.7:8000"
+    for words in (["run", "-e", there, "--", "true"], ["run", "-e", f"here=http://127.0.0.1:9,there={there}", "true"]):
+        done = programs.call(*words)
+        assert done.returncode == 2
+        assert done.stderr == (
+            f"gpu-pool: {there} is another host, and a command runs where its GPU is: add --ssh to start it there, "
+            "or --here if those GPUs are this host's, as behind a tunnel\n"
+        )
+    done = programs.call("wait", GPU_SERVICE_ENDPOINT=there)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--here" in done.stderr
+    assert programs.call("run", "--ssh=gpu-1", "--", "true").returncode == 2
+    shown = programs.call("run", "--", "sh", "-c", "echo $GPU_POOL_HOST $GPU_POOL_LEASE_ENDPOINT")
+    assert shown.stdout.split() == [os.uname().nodename, "local://"]

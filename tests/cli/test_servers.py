@@ -13,6 +13,7 @@ import pytest
 
 from tests.cli.programs import Programs, children_of, is_there
 from tests.fakes.http_server import Conversation, HostileServer, answer, answer_json
+from tests.fakes.lease_server import UUID, LeaseServer
 from tests.server_process import ServerProcess
 from tests.waiting import eventually
 
@@ -54,6 +55,19 @@ def brave(mortal: ServerProcess, tmp_path: Path) -> Iterator[Programs]:
     """At a server that will be killed."""
     with Programs(tmp_path, GPU_SERVICE_ENDPOINT=mortal.url) as started:
         yield started
+
+
+def test_without_a_key_the_remedy_is_one_for_the_command_line(tmp_path: Path) -> None:
+    settings = {"GPU_BACKEND": "simulated:1", "ACCESS_LOG": "false", "GPU_POOL_OPEN_ON_LOOPBACK": "false"}
+    with (
+        ServerProcess(tmp_path, GPU_POOL_API_KEYS=API_KEY, **settings) as server,
+        Programs(tmp_path, GPU_SERVICE_ENDPOINT=server.url) as programs,
+    ):
+        done = programs.call("run", "--", "true")
+        assert done.returncode != 0
+        assert done.stderr.endswith("; set GPU_POOL_API_KEY\n")
+        assert "api_key=" not in done.stderr
+        assert programs.call("run", "--", "true", GPU_POOL_API_KEY=API_KEY).returncode == 0
 
 
 def test_a_run_and_what_is_shown_of_it(programs: Programs, server: ServerProcess) -> None:
@@ -109,12 +123,25 @@ def test_inside_a_lease_it_does_not_wait_for_itself(programs: Programs) -> None:
     )
     done = programs.call("run", "-n", "2", "--", "sh", "-c", script)
     assert done.returncode == 0, done.stderr
-    outside, both, one, impossible = done.stdout.splitlines()
-    assert both == outside
-    assert one == outside.split(",")[0]
-    assert impossible == "65"
-    assert "does not have what it asks for (one H100 GPU)" in done.stderr
+    (outside, *seen), (both, *all_seen), (one, *one_seen), impossible = map(str.split, done.stdout.splitlines())
+    assert (seen, all_seen, one_seen) == (["0,1"], ["0,1"], ["0"])
+    assert len({outside, both, one}) == 3
+    assert impossible == ["65"]
+    assert "could ever serve it (GPU 0, 1: Simulated GPU 24GB, not H100)" in done.stderr
     assert programs.leases() == []
+
+
+def test_inside_a_lease_of_an_older_server_all_programs_use_it(tmp_path: Path) -> None:
+    row = {"lease_id": "lease-5", "request_id": "around", "fence": 5, "state": "held"}
+    row |= {"gpus": [{"gpu_id": 3, "uuid": UUID.format(3), "name": "A"}]}
+    tokens = tmp_path / "home-state" / "gpu-pool" / "requests"
+    tokens.mkdir(parents=True)
+    (tokens / "request-around").write_text("t" * 20)
+    with LeaseServer(GET_leases=answer_json({"leases": [row]})) as older, Programs(tmp_path) as programs:
+        show = ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES $GPU_POOL_LEASE_ID"]
+        done = programs.call("run", "-e", older.url, "--", *show, GPU_POOL_LEASE_ID="lease-5")
+        assert done.stdout == "3 lease-5\n", done.stderr
+        assert older.asked("POST /leases") == 0
 
 
 def test_however_a_request_ends_its_secret_is_forgotten(programs: Programs) -> None:

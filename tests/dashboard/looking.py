@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 #: For people to look at after the tests; not in the repository.
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
+_AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text(encoding="utf-8")
 ADMIN_KEY = "an-administrators-key"
 OTHER_KEY = "a-key-of-somebody-else"
 KEYS = {"GPU_POOL_ADMIN_KEYS": ADMIN_KEY, "GPU_POOL_API_KEYS": OTHER_KEY}
@@ -137,6 +138,16 @@ def give_all_back(server: ServerProcess) -> None:
         server.ask("DELETE", f"/queue/{waiting['request_id']}", headers=admin)
     for lease in server.get("/leases").json["leases"]:
         server.ask("DELETE", f"/leases/{lease['lease_id']}", headers=admin)
+
+
+def serious(look: Look) -> list[Any]:
+    """What axe finds that keeps somebody from using the page."""
+    found = look.page.evaluate(f"{_AXE}; axe.run(document, {{resultTypes: ['violations']}})")
+    return [
+        (problem["id"], [node["html"][:200] for node in problem["nodes"]])
+        for problem in found["violations"]
+        if problem["impact"] in ("serious", "critical")
+    ]
 
 
 def words(text: str) -> str:

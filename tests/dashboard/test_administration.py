@@ -37,7 +37,7 @@ def look(browser: Browser, server: ServerProcess) -> Iterator[Look]:
 
 
 def test_without_a_key_it_only_shows(look: Look) -> None:
-    assert look.page.locator(".holder button:visible, .waiter button:visible").count() == 0
+    assert look.page.locator(".holder button:visible, .waiter > button:visible").count() == 0
 
 
 def test_a_key_releases_a_lease_after_a_confirmation(look: Look, server: ServerProcess) -> None:
@@ -60,7 +60,7 @@ def test_what_people_write_rearranges_no_words_around_it(look: Look, server: Ser
     label = "\N{HEBREW LETTER SHIN}\N{HEBREW LETTER LAMED} 42"
     queue_up(server, worker_id="carol", label=label)
     look.use_key()
-    look.wait_for(".waiter:has-text('carol') button").click()
+    look.wait_for(".waiter:has-text('carol') > button").click()
     assert look.page.locator("#confirm-title bdi").inner_text() == "carol"
     assert look.page.locator("#confirm-text bdi").inner_text() == label
     look.page.keyboard.press("Escape")
@@ -70,7 +70,7 @@ def test_what_people_write_rearranges_no_words_around_it(look: Look, server: Ser
 
 def test_a_key_removes_one_who_waits(look: Look, server: ServerProcess) -> None:
     look.use_key()
-    look.wait_for(".waiter button").click()
+    look.wait_for(".waiter > button").click()
     look.page.click("#confirm-yes")
     look.wait_for(".waiter", state="detached")
     assert server.get("/queue").json["queue"] == []
@@ -115,7 +115,7 @@ def test_a_key_is_kept_nowhere_and_can_be_forgotten(look: Look) -> None:
 def test_a_lease_that_has_ended_meanwhile(look: Look, server: ServerProcess) -> None:
     """The server's word counts: what cannot be done is said where it was asked for."""
     look.use_key()
-    look.wait_for(".waiter button").click()
+    look.wait_for(".waiter > button").click()
     (waiting,) = server.get("/queue").json["queue"]
     admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
     assert server.ask("DELETE", f"/queue/{waiting['request_id']}", headers=admin).status == 200

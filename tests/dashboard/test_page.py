@@ -49,7 +49,7 @@ def test_each_gpu_is_shown_with_what_it_does(look: Look) -> None:
     text = words(card.inner_text())
     for part in ("GPU 3", "Simulated GPU 24GB", "Free", "Memory", "0 / 24 GiB", "Compute", "0 %", "34 °C", "21/320 W"):
         assert part in text, part
-    assert card.locator("canvas").count() == 1
+    eventually(lambda: card.locator("canvas").count() == 1)
     assert look.totals() == {"free": 8, "held": 0, "outside": 0, "trouble": 0, "waiting": 0}
     assert look.page.title().startswith("8/8 free")
 
@@ -125,6 +125,19 @@ def test_many_who_wait_can_be_opened_one_by_one(look: Look, server: ServerProces
     look.wait_for(".waiter:nth-child(3)")
     look.page.locator(".waiter:nth-child(2) summary").click()
     look.wait_for(".waiter:nth-child(2) .reasons li", "GPU 0 held by first")
+
+
+def test_who_holds_and_who_waits_are_named_as_they_say(look: Look, server: ServerProcess) -> None:
+    ada = {"user": "ada", "host": "lap-7", "pid": 4242, "program": "train.py"}
+    take(server, worker_id="worker-30e16e-1", count=8, holder=ada)
+    queue_up(server, worker_id="worker-31aa00-1", holder={"program": "other.py"})
+    name = "ada train.py (pid 4242, unverified)"
+    look.wait_for(".gpu[data-gpu='3'] .holder", name)
+    assert look.page.locator(".gpu[data-gpu='3'] .holder .who-line").get_attribute("title") == f"{name} · on lap-7"
+    look.wait_for(".waiter", "other.py (unverified)")
+    look.wait_for(".waiter .reasons li", "GPU 7 held by ada's train.py (pid 4242 on lap-7, unverified)")
+    assert f"to {name}" in look.events()
+    assert "worker-3" not in look.page.locator("main").inner_text()
 
 
 # --- nothing that anybody says becomes markup ---

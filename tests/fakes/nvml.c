@@ -283,12 +283,12 @@ int nvmlDeviceGetFieldValues(section *device, int count, field_value *fields) {
 typedef struct { unsigned pid; uint64_t bytes; unsigned gpu_instance, compute_instance; } process;
 
 /* `process <pid> <bytes>` once each, with -1 for bytes that are not known; `processes !4` for an error. */
-int nvmlDeviceGetComputeRunningProcesses_v3(section *device, unsigned *count, process *found) {
+static int list_processes(section *device, const char *call, const char *key, unsigned *count, process *found) {
     char text[MAX_TEXT];
-    int result = ask(device, "processes", text);
+    int result = ask(device, call, text);
     if (result != OK) return result;
     unsigned room = *count, seen = 0;
-    for (; look_up(device, "process", (int)seen, text) == OK; seen++) {
+    for (; look_up(device, key, (int)seen, text) == OK; seen++) {
         if (seen >= room || !found) continue;
         long long bytes = -1;
         sscanf(text, "%u %lld", &found[seen].pid, &bytes);
@@ -299,8 +299,21 @@ int nvmlDeviceGetComputeRunningProcesses_v3(section *device, unsigned *count, pr
     return seen > room ? INSUFFICIENT_SIZE : OK;
 }
 
+int nvmlDeviceGetComputeRunningProcesses_v3(section *device, unsigned *count, process *found) {
+    return list_processes(device, "processes", "process", count, found);
+}
+
 int nvmlDeviceGetComputeRunningProcesses_v2(section *device, unsigned *count, process *found) {
     return nvmlDeviceGetComputeRunningProcesses_v3(device, count, found);
+}
+
+/* The same with `drawing` and `graphics`. */
+int nvmlDeviceGetGraphicsRunningProcesses_v3(section *device, unsigned *count, process *found) {
+    return list_processes(device, "graphics", "drawing", count, found);
+}
+
+int nvmlDeviceGetGraphicsRunningProcesses_v2(section *device, unsigned *count, process *found) {
+    return nvmlDeviceGetGraphicsRunningProcesses_v3(device, count, found);
 }
 
 /* --- MIG: the `mig` sections that follow a `gpu` are its slots, in order --- */

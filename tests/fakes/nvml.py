@@ -46,6 +46,8 @@ class FakeDevice:
     memory_reserved_mb: int = 551
     #: (pid, MiB or None where the driver does not know).
     processes: list[tuple[int, int | None]] = field(default_factory=list)
+    #: The same for those that draw; None where the device cannot list them.
+    graphics: list[tuple[int, int | None]] | None = field(default_factory=list)
     #: By the key of the lines below, such as `memory`, `processes` or `handle`, which error that call gives.
     errors: dict[str, int] = field(default_factory=dict)
 
@@ -55,12 +57,14 @@ class FakeDevice:
             free_mb = max(0, self.memory_total_mb - self.memory_reserved_mb - self.memory_used_mb)
             sizes = (self.memory_total_mb, self.memory_reserved_mb, self.memory_used_mb, free_mb)
             memory = " ".join(str(size * MIB) for size in sizes)
-        return {"name": self.name, "uuid": self.uuid, "memory": memory, "processes": "below"}
+        graphics = None if self.graphics is None else "below"
+        return {"name": self.name, "uuid": self.uuid, "memory": memory, "processes": "below", "graphics": graphics}
 
     def text(self, heading: str) -> str:
         lines = {**self.lines(), **{key: f"!{error}" for key, error in self.errors.items()}}
         rows = [f"{key} {value}" for key, value in lines.items() if value is not None]
         rows += [f"process {pid} {-1 if size_mb is None else size_mb * MIB}" for pid, size_mb in self.processes]
+        rows += [f"drawing {pid} {-1 if size_mb is None else size_mb * MIB}" for pid, size_mb in self.graphics or ()]
         return "\n".join([heading, *rows])
 
 

@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
+from gpu_worker_pool.core import ObstacleKind, PoolSettings, Requirements
+from gpu_worker_pool.core.obstacles import reading_obstacles
 from gpu_worker_pool.errors import DriverError
+from gpu_worker_pool.hardware.leasable import readings_of
 from gpu_worker_pool.hardware.readers.nvidia_smi import NvidiaSMIReader
 from gpu_worker_pool.hardware.samples import DriverAnswer, GPUReading, MIGReading
 
@@ -184,3 +187,19 @@ def test_a_replayed_driver_that_hangs(folder: Path) -> None:
     with pytest.raises(DriverError) as caught:
         read(folder, CAPTURES, "idle", NVSMI_HANG="60", TIMEOUT="0.5")
     assert caught.value.code == "driver_hangs"
+
+
+@pytest.mark.parametrize(
+    "capture", [path for path in CAPTURES if path.stem.startswith("linux")], ids=lambda path: path.stem
+)
+def test_really_free_by_what_real_gpus_show(folder: Path, capture: Path) -> None:
+    """Idle, even with a desktop on one of them; and not while something computes."""
+
+    def why_not(state: str) -> list[list[ObstacleKind]]:
+        readings = readings_of(read(folder, [capture], state).gpus)
+        idle = Requirements(policy="idle")
+        return [[each.kind for each in reading_obstacles(reading, idle, PoolSettings())] for reading in readings]
+
+    assert all(kinds == [] for kinds in why_not("idle"))
+    in_use = {ObstacleKind.FOREIGN_PROCESS, ObstacleKind.PROCESSES_UNKNOWN}  # of which MIG device is not told
+    assert all(in_use & set(kinds) for kinds in why_not("load"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import pickle
 import random
 import re
 from collections import Counter
@@ -133,7 +134,7 @@ async def test_an_assignment_with_one_endpoint(one: GPUWorkerPoolClient) -> None
         assert isinstance(assignment.assigned_at, datetime)
         visible = {"CUDA_VISIBLE_DEVICES": str(assignment.gpu_id), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         if assignment.lease_id is not None:
-            visible |= {"NVIDIA_VISIBLE_DEVICES": str(assignment.gpu_id), "GPU_POOL_LEASE_ID": assignment.lease_id}
+            visible |= {"NVIDIA_VISIBLE_DEVICES": assignment.gpu_uuids[0], "GPU_POOL_LEASE_ID": assignment.lease_id}
         assert assignment.env == visible
         assert assignment.gpu_uuids[0].startswith("GPU-")
         status = one.get_pool_status()
@@ -276,6 +277,23 @@ async def test_a_timeout_that_races_the_grant_has_one_outcome(servers: list[Serv
                 allowed_seconds *= 1.2
             await client.release_gpu(held[1])
             assert client.get_pool_status().available_gpus == 2
+
+
+async def test_gpus_are_named_by_uuid_on_request(servers: list[ServerProcess], coordination: str) -> None:
+    url, named = servers[0].url, [f"a={servers[0].url}"]
+    variable = {"GPU_POOL_GPU_NAMES": "uuid"}
+    for client in (
+        GPUWorkerPoolClient(url, polling_interval=1, coordination=coordination, gpu_names="uuid", environ={}),
+        GPUWorkerPoolClient(service_endpoints=named, polling_interval=1, coordination=coordination, environ=variable),
+    ):
+        async with client:
+            both = await client.request_gpu(count=2)
+            assert both.env["CUDA_VISIBLE_DEVICES"] == ",".join(both.gpu_uuids)
+            assert all(uuid.startswith("GPU-") for uuid in both.gpu_uuids)
+            assert pickle.loads(pickle.dumps(both)).env == both.env  # noqa: S301  # our own
+            await client.release_gpu(both)
+    with pytest.raises(ValueError, match="gpu_names must be one of index, uuid, not 'name'"):
+        GPUWorkerPoolClient(url, gpu_names="name", environ={})
 
 
 # --- many endpoints ---

@@ -234,7 +234,9 @@ async def test_a_key_is_not_sent_over_plain_http_to_another_host() -> None:
             raise AssertionError("nothing must be sent")
 
         service = HTTPLeaseService("lab", APIClient(elsewhere, session, timeout_seconds=1, api_key=KEY))
-        with pytest.raises(ServiceRefusedError, match=r"use https://, or, in a network you trust, allow_insecure_key"):
+        with pytest.raises(
+            ServiceRefusedError, match=r"use https://, or, in a network you trust, pass allow_insecure_key=True"
+        ):
             await service.acquire(new_request(), wait_seconds=0, may_reserve=True)
         assert KEY not in repr(service)
         api = APIClient(elsewhere, session, timeout_seconds=1, api_key=KEY, allow_insecure_key=True)

@@ -113,7 +113,7 @@ async def test_what_is_told_of_leases_in_metrics_and_status(server: ServerProces
         assert metrics["assignment_metrics"]["assignments"][0]["label"] == "both"
         assert metrics["assignment_metrics"]["granted_total"] == 1
         assert metrics["queue_metrics"]["waiting"][0]["label"] == "late"
-        assert f"held by {held.worker_id}" in str(client.explain())
+        assert f"held by this very process (pid {os.getpid()})" in str(client.explain())
         await client.release_gpu(held)
         await client.release_gpu(await waiting)
 

@@ -121,8 +121,9 @@ def test_a_lease_says_all_that_its_holder_needs(server: ServerProcess) -> None:
         "label": "nightly run",
         "memory_mb": None,
         "share": False,
+        "within": None,
         "env": {
-            "CUDA_VISIBLE_DEVICES": gpu["uuid"],
+            "CUDA_VISIBLE_DEVICES": str(gpu["gpu_id"]),
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "NVIDIA_VISIBLE_DEVICES": gpu["uuid"],
             "GPU_POOL_LEASE_ID": lease_id,
@@ -157,10 +158,31 @@ def test_several_gpus_shared_gpus_and_requirements(server: ServerProcess) -> Non
     both = granted(server, count=2, exclude=[0])
     assert len({gpu["uuid"] for gpu in both["gpus"]} - {None}) == 2
     assert 0 not in [gpu["gpu_id"] for gpu in both["gpus"]]
-    assert both["env"]["CUDA_VISIBLE_DEVICES"] == ",".join(gpu["uuid"] for gpu in both["gpus"])
     shared = [granted(server, memory_mb=8000, share=True, only=[0]) for _ in range(3)]
     assert {lease["gpus"][0]["gpu_id"] for lease in shared} == {0}
     assert acquire(server, memory_mb=8000, share=True, only=[0]).status == 202, "no more than there is"
+
+
+def test_gpus_are_named_by_number_by_uuid_on_request_and_by_uuid_to_containers(server: ServerProcess) -> None:
+    lease = granted(server, request_id=(name := new("names")), count=2)
+    numbers = ",".join(str(gpu["gpu_id"]) for gpu in lease["gpus"])
+    uuids = ",".join(gpu["uuid"] for gpu in lease["gpus"])
+    assert lease["env"] == {
+        "CUDA_VISIBLE_DEVICES": numbers,
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "NVIDIA_VISIBLE_DEVICES": uuids,
+        "GPU_POOL_LEASE_ID": lease["lease_id"],
+    }
+    # It is about the answer, not about the request, which is still the same one.
+    assert granted(server, request_id=name, count=2, gpu_names="uuid")["env"]["CUDA_VISIBLE_DEVICES"] == uuids
+    assert renew(server, lease).json["env"] == lease["env"]
+    path, sent = f"/leases/{lease['lease_id']}/renew", {"X-Lease-Token": lease["token"]}
+    by_uuid = server.ask("POST", f"{path}?gpu_names=uuid", headers=sent)
+    assert by_uuid.json["env"] == {**lease["env"], "CUDA_VISIBLE_DEVICES": uuids}
+    for bad in (server.ask("POST", f"{path}?gpu_names=name", headers=sent), acquire(server, gpu_names="name")):
+        assert refused(bad) == (422, "invalid")
+        assert "gpu_names" in bad.json["detail"]
+        assert "uuid" in bad.json["detail"]
 
 
 def test_a_lease_that_is_not_renewed_is_lost_and_its_gpu_given_on(server: ServerProcess) -> None:
@@ -224,6 +246,8 @@ def test_priority_goes_first(server: ServerProcess) -> None:
         "label",
         "priority",
         "count",
+        "holder",
+        "within",
     }
     assert (queue[0]["position"], queue[0]["label"], queue[0]["priority"], queue[0]["count"]) == (1, "now!", 5, 2)
 
@@ -602,6 +626,7 @@ def test_leases_are_listed_newest_last_with_what_their_holders_make_of_them(serv
         "idle_seconds",
         "is_idle",
         "user",
+        "holder",
         "held_seconds",
     }
     assert rows[0]["memory_used_mb"] == 8192
@@ -620,10 +645,11 @@ def test_the_gpu_routes_say_who_holds_what(server: ServerProcess) -> None:
     rows = server.get("/gpu/summary").json["gpus_summary"]
     assert [row["leased"] for row in rows] == [False, False, True, False], "at once, not with the next sample"
     stats = server.get("/gpu/stats").json["gpus"]
-    assert [row["leases"] for row in stats] == [
+    row = {"state": "held", "user": None, "holder": None, "within": None}
+    assert [each["leases"] for each in stats] == [
         [],
         [],
-        [{"lease_id": lease["lease_id"], "worker_id": "me", "label": "mine", "state": "held", "user": None}],
+        [{**row, "lease_id": lease["lease_id"], "worker_id": "me", "label": "mine"}],
         [],
     ]
     # Load appears, as a real program's would (D20), and is gone with the lease.
@@ -728,7 +754,15 @@ def test_events(server: ServerProcess) -> None:
         "change": "waiting",
         "state": "waiting",
         "waiting": 1,
-        "request": {"request_id": two, "worker_id": "", "label": None, "priority": 0, "count": 4},
+        "request": {
+            "request_id": two,
+            "worker_id": "",
+            "label": None,
+            "priority": 0,
+            "count": 4,
+            "holder": None,
+            "within": None,
+        },
     }
 
 
@@ -937,3 +971,69 @@ def test_invalid_requirements_are_not_explained(server: ServerProcess, body: dic
     reply = server.ask("POST", "/explain", body)
     assert refused(reply) == (422, "invalid")
     assert reason in reply.json["reasons"][0]
+
+
+# --- inside a lease ---
+
+
+def part_of(lease: dict[str, Any]) -> dict[str, str]:
+    return {"lease_id": lease["lease_id"], "token": lease["token"]}
+
+
+def test_requests_inside_a_lease_divide_it(server: ServerProcess) -> None:
+    outer = granted(server, count=2)
+    first, second = (granted(server, within=part_of(outer)) for _ in range(2))
+    assert sorted(each["gpus"][0]["gpu_id"] for each in (first, second)) == [gpu["gpu_id"] for gpu in outer["gpus"]]
+    assert (outer["within"], first["within"]) == (None, outer["lease_id"])
+    request_id = new("third")
+    waits = acquire(server, request_id=request_id, within=part_of(outer))
+    assert (waits.status, waits.json["position"]) == (202, 1)
+    (row,) = server.get("/queue").json["queue"]
+    assert (row["request_id"], row["within"]) == (request_id, outer["lease_id"])
+    listed = server.get("/leases").body + server.get("/queue").body + server.get("/gpu/stats").body
+    assert outer["token"].encode() not in listed
+    assert first["token"].encode() not in listed
+    assert outer["token"] not in server.log
+    innermost = granted(server, within=part_of(first))
+    assert (innermost["gpus"], innermost["within"]) == (first["gpus"], first["lease_id"])
+    now = metrics(server)
+    index, uuid = outer["gpus"][0]["gpu_id"], outer["gpus"][0]["uuid"]
+    assert now[f'gpu_pool_gpu_leases{{gpu="{index}",uuid="{uuid}"}}'] == 1  # it stands for those inside it
+
+    release(server, second)
+    assert acquire(server, request_id=request_id, within=part_of(outer), wait_seconds=5).status == 201
+    assert release(server, outer).status == 200
+    assert release(server, outer).status == 200
+    states = {row["lease_id"]: row["state"] for row in server.get("/leases").json["leases"]}
+    assert states[outer["lease_id"]] == "quarantined"
+    assert states[first["lease_id"]] == "held"
+    assert renew(server, first).status == 200
+
+
+def test_a_part_of_a_lease_needs_its_token(server: ServerProcess) -> None:
+    outer, other = granted(server), granted(server)
+    stolen = {"lease_id": outer["lease_id"], "token": other["token"]}
+    assert refused(acquire(server, within=stolen)) == (403, "not_yours")
+    assert refused(acquire(server, within={"lease_id": outer["lease_id"]})) == (403, "token_needed")
+    for bad in (
+        {**stolen, "token": "short"},
+        {**stolen, "more": 1},
+        outer["lease_id"],
+    ):
+        reply = acquire(server, within=bad)
+        assert refused(reply) == (422, "invalid")
+        assert other["token"].encode() not in reply.body
+
+
+def test_what_a_lease_can_never_give_and_what_has_ended(server: ServerProcess) -> None:
+    outer = granted(server)
+    more = acquire(server, within=part_of(outer), count=2)
+    assert refused(more) == (409, "impossible")
+    why = f"{outer['lease_id']}, inside which this runs, has one GPU; 2 were requested"
+    assert more.json["reasons"] == [why]
+    release(server, outer)
+    ended = acquire(server, within=part_of(outer))
+    assert refused(ended) == (409, "impossible")
+    assert ended.json["reasons"] == [f"{outer['lease_id']}, inside which this runs, has ended"]
+    unknown = acquire(server, within={"lease_id": "lease-999999", "token": "x" * 20})
+    assert refused(unknown) == (409, "impossible")

@@ -72,7 +72,7 @@ def test_home(server: ServerProcess) -> None:
         "/redoc": "ReDoc API documentation",
     }
     assert home["endpoints"].items() >= documented.items()
-    assert home["features"] == ["history", "metrics", "events", "dashboard", "leases"]
+    assert home["features"] == ["history", "metrics", "events", "dashboard", "inner_leases", "leases"]
     for path in home["endpoints"].keys() - {"/events", "/explain"}:
         assert server.get(path).status == 200, path
     assert server.get("/explain").status == 405, "it is asked by POST"
@@ -127,10 +127,13 @@ def test_stats(server: ServerProcess) -> None:
         "ecc_uncorrected_errors": None,
         "recovery_action": None,
         "processes": [],
+        "graphics_processes": None,
+        "unified_memory": False,
         "mig_enabled": False,
         "mig_devices": [],
         "leases": [],
         "obstacles": [],
+        "idle_obstacles": ["6.0 GiB in use by no visible process; 1.2 GiB are allowed"],
     }
 
 
@@ -171,6 +174,7 @@ def test_summary_sums_and_averages_what_is_known(server: ServerProcess) -> None:
         "reports_utilization": True,
         "process_count": 0,
         "leased": False,
+        "unified_memory": False,
     }
     assert (rows[2]["memory_usage_percent"], rows[2]["utilization_percent"]) == (None, None)
 

@@ -43,7 +43,7 @@ from gpu_worker_pool.core import (
     restore,
     save,
 )
-from gpu_worker_pool.core.saved import to_json
+from gpu_worker_pool.core.saved import to_json, with_later_fields
 from gpu_worker_pool.errors import IllegalEventError
 from gpu_worker_pool.ledger.sqlite import SILENCE_SECONDS, SQLiteLedger
 from gpu_worker_pool.testing import History, gpus, snapshot
@@ -160,17 +160,32 @@ def checked_books(pool: Pool) -> dict[str, Any]:
     return books(pool)
 
 
+_ROWS = (
+    "SELECT requests.request_id, requests.data, coalesce(later_fields.data, '{}')"
+    " FROM requests LEFT JOIN later_fields USING (request_id)"
+)
+
+
+def written(place: InSQLite, which: str) -> dict[str, Any]:
+    """Rows of the file by request id, with what came after the first format and is stored apart."""
+    rows = place.read(f"{_ROWS} WHERE {which}")
+    return {request_id: with_later_fields(json.loads(data), json.loads(later)) for request_id, data, later in rows}
+
+
 def check_file(place: InSQLite, pool: Pool, outcomes_at: float) -> None:
     """Whoever opens the file finds what this pool has."""
     live = {row["request"]["request_id"]: row for row in (books(pool)["leases"] + books(pool)["waiters"])}
-    rows = place.read("SELECT request_id, data FROM requests WHERE ended_at IS NULL")
-    assert {request_id: json.loads(data) for request_id, data in rows} == json.loads(json.dumps(live))
-    promised = {(gpu_id, lease.lease_id, int(lease.is_shareable)) for lease in pool.leases for gpu_id in lease.gpu_ids}
+    assert written(place, "ended_at IS NULL") == json.loads(json.dumps(live))
+    promised = {
+        (gpu_id if lease.within is None else f"{lease.within}/{gpu_id}", lease.lease_id, int(lease.is_shareable))
+        for lease in pool.leases
+        for gpu_id in lease.gpu_ids
+    }
     assert set(place.read("SELECT * FROM promised")) == promised
-    ended = dict(place.read("SELECT request_id, data FROM requests WHERE ended_at IS NOT NULL"))
+    ended = written(place, "ended_at IS NOT NULL")
     for outcome in pool.outcomes:
         if not pool.outcomes.is_old(outcome, outcomes_at):
-            assert json.loads(ended[outcome.request.request_id]) == json.loads(json.dumps(to_json(outcome)))
+            assert ended[outcome.request.request_id] == json.loads(json.dumps(to_json(outcome)))
     assert place.read("SELECT fence, ticket FROM meta") == [(pool.fence, pool.ticket)]
 
 
@@ -330,9 +345,7 @@ class SideBySide(Histories):
             row["is_gone"] = False
         if is_reboot:
             # And so is how much has been forgotten since the last stamp.
-            ended = map(
-                json.loads, place.read("SELECT data FROM requests WHERE ended_at IS NOT NULL ORDER BY ended_at")
-            )
+            ended = written(place, "ended_at IS NOT NULL ORDER BY ended_at").values()
             saved["outcomes"] = [row for row in ended if stamp - row["at"] < self.settings_of_pool.remember_seconds]
             self.files.boot += 1
             self.has_rebooted = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -431,4 +432,27 @@ async def test_stopping_ends_everybody_who_waits(opened: Opened) -> None:
         Ended("two", RequestState.STOPPED),
         Ended("one", RequestState.STOPPED),
     )
+    await check(ledger)
+
+
+# ---- inside a lease
+
+
+async def test_a_lease_is_divided_among_those_inside_it(opened: Opened) -> None:
+    ledger = opened()
+    await ledger.submit(read(opened.place, 3))
+    outer = await granted(ledger, "outer", count=2)
+    inside = [replace(request(name), within=outer.lease_id) for name in ("a", "b", "c")]
+    for each in inside:
+        await ledger.submit(Requested(each))
+    a, b, c = await ledger.look(lambda pool, _: [pool.requests[each.request_id] for each in inside])
+    assert isinstance(a, Lease)
+    assert isinstance(b, Lease)
+    assert isinstance(c, Waiter)
+    assert (a.gpu_ids, b.gpu_ids) == (("0",), ("1",))
+    assert [a.request, b.request, c.request] == inside
+    await ledger.submit(Released(outer.lease_id, "me"))
+    await ledger.submit(Released(a.lease_id, "me"))
+    held = await ledger.look(lambda pool, _: {lease.request.request_id: lease.state for lease in pool.leases})
+    assert held == {"outer": LeaseState.QUARANTINED, "b": LeaseState.HELD}
     await check(ledger)

@@ -25,6 +25,8 @@ from gpu_worker_pool.core import (
     Lease,
     LeaseState,
     Observed,
+    Origin,
+    Outcome,
     PollAbandoned,
     ProcessReading,
     QuarantineEnded,
@@ -145,7 +147,9 @@ def written(place: InSQLite) -> dict[str, Any]:
     leases = [json.loads(data) for kind, data in found if kind in ("lease", "outcome")]
     quarantines = [names(row["quarantine"]) for row in leases if row.get("quarantine")]
     ended = [names(row["lease"]) for row in leases if row.get("lease")]
-    tables = place.read("SELECT name, sql FROM sqlite_schema WHERE sql IS NOT NULL ORDER BY name")
+    tables = place.read(
+        "SELECT name, sql FROM sqlite_schema WHERE sql IS NOT NULL AND name NOT LIKE 'later_fields%' ORDER BY name"
+    )
     return {"rows": rows, "quarantine": quarantines[0], "ended lease": ended[0], "tables": tables}
 
 
@@ -156,6 +160,67 @@ def names(value: Any) -> Any:
             for name, item in value.items()
         }
     return names(value[0]) if value and isinstance(value[0], dict) else None
+
+
+async def test_what_came_later_is_stored_apart(place: InSQLite) -> None:
+    """Older versions refuse a row with a field that they do not know."""
+    request = replace(again("new", count=4), origin=Origin("ada", "gpu-1", 4242, "train.py", is_verified=True))
+    ledger = place.open(Told())
+    await ledger.submit(observed(place))
+    await ledger.submit(Requested(request, poll_deadline=1090.0))
+    (data,) = place.read("SELECT data FROM requests WHERE request_id = 'new'")
+    assert "origin" not in json.loads(data)["request"]
+    await ledger.close()
+
+    ledger = place.open(Told())
+    waiter = await ledger.look(lambda pool, _: pool.requests["new"])
+    assert (waiter.request, waiter.request.origin) == (request, request.origin)
+    await ledger.submit(Cancelled("new", "me"))
+    await ledger.close()
+
+    ledger = place.open(Told())
+    # Now it is only in the file.
+    assert Ended("new", RequestState.CANCELLED) in await ledger.submit(Requested(request))
+    ended = await ledger.look(lambda pool, _: pool.requests["new"])
+    assert ended.request.origin == request.origin
+    await ledger.close()
+
+
+async def test_what_came_later_stays_with_a_lease_that_has_ended(tmp_path: Path) -> None:
+    """Its row has the request twice."""
+    place = InSQLite(tmp_path)
+    request = replace(again("new"), origin=Origin("ada", "gpu-1", 4242, "train.py", is_verified=True))
+    ledger = place.open(Told())
+    await ledger.submit(snapshot(gpus(1), at=place.clock.now()))
+    (granted,) = [
+        effect
+        for effect in await ledger.submit(Requested(request, poll_deadline=1090.0))
+        if isinstance(effect, Granted)
+    ]
+    await ledger.submit(Released(granted.lease.lease_id, "me"))
+    (data,) = place.read("SELECT data FROM requests WHERE request_id = 'new' AND kind = 'outcome'")
+    assert "ada" not in data
+    await ledger.close()
+
+    ledger = place.open(Told())
+    await ledger.submit(Requested(request))
+    ended = await ledger.look(lambda pool, _: pool.requests["new"])
+    assert isinstance(ended, Outcome)
+    assert ended.lease is not None
+    assert (ended.request.origin, ended.lease.request.origin) == (request.origin, request.origin)
+    await ledger.close()
+
+
+async def test_what_came_later_is_removed_with_its_request(place: InSQLite) -> None:
+    """Also by an older version: the database itself does it."""
+    ledger = place.open(Told())
+    await ledger.submit(observed(place))
+    await ledger.submit(Requested(replace(again("new", count=4), origin=Origin("ada")), poll_deadline=1090.0))
+    assert place.read("SELECT request_id FROM later_fields") == ["new"]
+    await ledger.close()
+    with closing(apsw.Connection(str(place.path))) as connection:
+        connection.execute("DELETE FROM requests WHERE request_id = 'new'")
+    assert place.read("SELECT request_id FROM later_fields") == []
 
 
 async def write_all_kinds(ledger: SQLiteLedger, place: InSQLite) -> None:
@@ -181,3 +246,90 @@ def test_the_schema_is_the_older_one() -> None:
         assert new.execute(query).fetchall() == older.execute(query).fetchall()
         columns = "SELECT m.name, c.name, c.type, c.pk FROM sqlite_schema m, pragma_table_info(m.name) c ORDER BY 1, 2"
         assert new.execute(columns).fetchall() == older.execute(columns).fetchall()
+
+
+def as_older_versions_see_it(place: InSQLite, folder: Path) -> InSQLite:
+    """A copy of the ledger without what came later. For requests outside any lease the rules are still the same."""
+    folder.mkdir()
+    older = InSQLite(folder)
+    with closing(apsw.Connection(str(place.path))) as connection:
+        connection.execute("VACUUM INTO ?", (str(older.path),))
+    with closing(apsw.Connection(str(older.path))) as connection:
+        connection.execute("DELETE FROM later_fields")
+    older.clock.advance(place.clock.now() - older.clock.now())
+    return older
+
+
+async def test_an_older_version_grants_nothing_inside_a_lease_and_nothing_twice(
+    place: InSQLite, tmp_path: Path
+) -> None:
+    """To it the leases inside are further leases on the same GPU, and nobody who waits inside can be served."""
+    ledger = place.open(Told())
+    await ledger.submit(QuarantineEnded("lease-3"))
+    for name in ("many", "later"):
+        await ledger.submit(Cancelled(name, "me"))
+    place.clock.advance(1.0)
+    idle = snapshot(gpus(4), at=place.clock.now())
+    await ledger.submit(idle)
+    await ledger.submit(Requested(again("outer", count=2, only=("2", "3"))))
+    await ledger.submit(Requested(replace(again("inner"), within="lease-5")))
+    await ledger.submit(Requested(replace(again("both", count=2), within="lease-5"), poll_deadline=1100.0))
+    assert place.read("SELECT gpu_id, lease_id FROM promised WHERE lease_id > 'lease-4' ORDER BY gpu_id") == [
+        ("2", "lease-5"), ("3", "lease-5"), ("lease-5/2", "lease-6"),
+    ]  # fmt: skip
+    await ledger.close()
+
+    older = as_older_versions_see_it(place, tmp_path / "older")
+    ledger = older.open(told := Told())
+    await ledger.submit(idle)
+    await ledger.submit(Requested(again("next", count=2)))
+    await ledger.submit(Released("lease-5", "me"))
+    older.clock.advance(61.0)  # long enough to reserve something for those who wait
+    await ledger.submit(snapshot(gpus(4), at=older.clock.now()))
+    assert [effect for effect in told.effects if isinstance(effect, Granted)] == []
+    leases = {lease.request.request_id: lease.gpu_ids for lease in await ledger.look(lambda pool, _: list(pool.leases))}
+    assert leases["inner"] == ("2",)  # the lease around it has ended; its GPU is still in use
+    both = await ledger.look(lambda pool, _: pool.requests["both"])
+    assert (both.request.requirements.only, both.reserved) == (("inside lease-5",), ())
+    await ledger.close()
+
+
+async def test_what_an_older_version_left_of_a_lease_inside_stands_for_itself(place: InSQLite) -> None:
+    ledger = place.open(Told())
+    for name in ("many", "later"):
+        await ledger.submit(Cancelled(name, "me"))
+    await ledger.submit(snapshot(gpus(4), at=place.clock.now()))
+    await ledger.submit(Requested(replace(again("inner"), within="lease-1")))
+    await ledger.submit(Requested(replace(again("waits"), within="lease-1"), poll_deadline=1100.0))
+    await ledger.close()
+    with closing(apsw.Connection(str(place.path))) as connection:  # as an older version releases "holds"
+        (row,) = connection.execute("SELECT data FROM requests WHERE request_id = 'holds'").fetchone()
+        lease = json.loads(row)
+        ended = {"request": lease["request"], "state": "granted", "at": 1066.0, "reasons": []}
+        ended |= {"lease": lease, "lease_state": "released"}
+        connection.execute(
+            "UPDATE requests SET kind = 'outcome', ended_at = 1066.0, data = ?, revision = revision + 100"
+            " WHERE request_id = 'holds'",
+            (json.dumps(ended),),
+        )
+        connection.execute("DELETE FROM promised WHERE lease_id = 'lease-1'")
+        connection.execute(
+            "UPDATE meta SET revision = revision + 100,"
+            " tally = json_set(tally, '$.released', coalesce(tally ->> '$.released', 0) + 1)"
+        )
+
+    ledger = place.open(told := Told())
+    place.clock.advance(1.0)
+    await ledger.submit(snapshot(gpus(4), at=place.clock.now()))
+    assert await ledger.look(lambda pool, _: check_invariants(pool)) is None
+    why = "lease-1, inside which this runs, has ended"
+    assert Ended("waits", RequestState.REJECTED, (why,)) in told.effects
+    await ledger.submit(Requested(again("next", only=("0",)), poll_deadline=1100.0))
+    assert isinstance(await ledger.look(lambda pool, _: pool.requests["next"]), Waiter)  # "inner" still has GPU 0
+    inner = await ledger.look(lambda pool, _: pool.requests["inner"])
+    assert isinstance(inner, Lease)
+    await ledger.submit(Released(inner.lease_id, "me"))
+    place.clock.advance(1.0)
+    await ledger.submit(snapshot(gpus(4), at=place.clock.now()))
+    assert isinstance(await ledger.look(lambda pool, _: pool.requests["next"]), Lease)
+    await ledger.close()

@@ -37,6 +37,7 @@ def a_thread() -> None:
         assert_type(assignment.lost, bool)
 
     sync.GPUWorkerPoolClient("local://", coordination="leases", lease_ttl=30, api_key="a-secret", on_lease_lost=lost)
+    sync.GPUWorkerPoolClient(gpu_names="uuid")
     sync.GPUWorkerPoolClient(on_lease_lost=len)  # type: ignore[arg-type]
 
 

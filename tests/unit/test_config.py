@@ -612,6 +612,7 @@ def test_everything_has_its_documented_default() -> None:
         endpoint_health_check_interval=30,
         coordination="auto",
         lease_ttl=60.0,
+        gpu_names="index",
         api_key=None,
         allow_insecure_key=False,
     )
@@ -637,6 +638,7 @@ FULL_ENVIRONMENT = {
     "GPU_ENDPOINT_HEALTH_CHECK_INTERVAL": "11",
     "GPU_POOL_COORDINATION": "Leases",
     "GPU_POOL_LEASE_TTL": "30",
+    "GPU_POOL_GPU_NAMES": "UUID",
     "GPU_POOL_API_KEY": "a-secret",
 }
 
@@ -657,6 +659,7 @@ def test_the_environment_fills_in_what_is_not_given() -> None:
         endpoint_health_check_interval=11,
         coordination="leases",
         lease_ttl=30.0,
+        gpu_names="uuid",
         api_key="a-secret",
         allow_insecure_key=False,
     )
@@ -675,6 +678,7 @@ def test_an_argument_wins_over_every_variable(caplog: pytest.LogCaptureFixture) 
         "endpoint_health_check_interval": 2.5,
         "coordination": "local",
         "lease_ttl": 2,
+        "gpu_names": "uuid",
         "api_key": "another-secret",
     }
     # What is overridden is not even looked at.

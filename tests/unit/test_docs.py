@@ -15,7 +15,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: Their programs need a server, or are one: `tests/acceptance/test_*_examples.py` run every one of them.
 RUN_ELSEWHERE = [
     ROOT / "README.md",
-    *(ROOT / "docs" / name for name in ("API.md", "LEASES.md", "MIGRATION_GUIDE.md", "SERVER.md")),
+    *(ROOT / "docs" / name for name in ("API.md", "LEASES.md", "MIGRATION_GUIDE.md", "RECIPES.md", "SERVER.md")),
 ]
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")

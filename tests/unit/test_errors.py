@@ -37,6 +37,8 @@ PROMISES = {
     "ServiceRefusedError": ((errors.ServiceUnavailableError,), False),
     "DriverError": ((), True),
     "LedgerUnavailableError": ((), True),
+    "LedgerUnusableError": ((errors.LedgerUnavailableError, errors.ServiceRefusedError), False),
+    "LedgerPermissionError": ((errors.LedgerUnusableError,), False),
     "IllegalEventError": ((), False),
     "TooManyWaitingError": ((errors.IllegalEventError,), False),
     "RequestMismatchError": ((errors.IllegalEventError,), False),

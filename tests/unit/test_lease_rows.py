@@ -37,17 +37,21 @@ def test_whose_it_is(account: str, user: str | None) -> None:
     assert user_of(replace(LEASE, request=Request("r", account=account))) == user
 
 
-def test_gpus_are_named_by_uuid_where_they_have_one() -> None:
-    assert lease_env(LEASE) == {
-        "CUDA_VISIBLE_DEVICES": "GPU-1,3",
+def test_gpus_have_the_numbers_of_now_and_not_of_the_grant() -> None:
+    """After a reboot the driver may count the GPUs in another order."""
+    after_reboot = {"GPU-1": 5}.get
+    assert lease_env(LEASE, after_reboot) == {
+        "CUDA_VISIBLE_DEVICES": "5,3",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "NVIDIA_VISIBLE_DEVICES": "GPU-1,3",
         "GPU_POOL_LEASE_ID": "lease-7",
     }
+    assert lease_env(LEASE, after_reboot, "uuid")["CUDA_VISIBLE_DEVICES"] == "GPU-1,3"
+    assert lease_env(LEASE, lambda _: None)["CUDA_VISIBLE_DEVICES"] == "GPU-1,3", "not the number of the grant"
 
 
 def test_one_that_never_expires() -> None:
-    for body in (lease_body(LEASE), lease_row(LEASE, LeaseUsage())):
+    for body in (lease_body(LEASE, lambda _: 0, "index"), lease_row(LEASE, LeaseUsage())):
         assert (body["expires_at"], body["expires_in_seconds"], body["ttl_seconds"]) == (None, None, None)
         assert json.dumps(body, allow_nan=False)
 

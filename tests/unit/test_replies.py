@@ -666,7 +666,8 @@ def test_a_bad_value_deep_in_a_row_is_named() -> None:
     row = {"gpu_id": 0, "memory": {"used_mb": "much"}, "processes": [{"pid": 7}, None], "fault": "GPU is lost"}
     (gpu,) = decode_stats(encoded({"gpus": [row]}))["gpus"]
     assert gpu["memory"] == {"total_mb": None, "used_mb": None, "free_mb": None, "usage_percent": None}
-    assert gpu["processes"] == [{"pid": 7, "name": None, "user": None, "memory_used_mb": None}]
+    unknown = dict.fromkeys(("name", "user", "memory_used_mb", "running_seconds"))
+    assert gpu["processes"] == [{"pid": 7, **unknown}]
     assert gpu["fault"] == (
         "GPU is lost; bad value: memory.used_mb is 'much'; bad value: processes has a row that cannot be used"
     )
@@ -702,6 +703,44 @@ def test_whatever_rows_a_server_sends_they_can_be_printed_as_json(value: object,
             json.dumps(decode(body), allow_nan=False)
         except ServiceRetryableError:
             continue
+
+
+HOLDER = {"user": "ada", "host": "gpu-1", "pid": 4242, "program": "train.py", "verified": True}
+NO_HOLDER = {"user": None, "host": None, "pid": None, "program": None, "verified": False}
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        (HOLDER, HOLDER),
+        ({**HOLDER, "secret": "x"}, HOLDER),
+        ({"user": "ada"}, {**NO_HOLDER, "user": "ada"}),
+        ({"user": "a\x1b[31m\u202eda", "program": "x\ny"}, {**NO_HOLDER, "user": "a[31mda", "program": "xy"}),
+        ({"user": ["ada"], "host": 7, "pid": "4242", "program": {}, "verified": 1}, NO_HOLDER),
+        ({"pid": -1}, NO_HOLDER),
+        ({"pid": True}, NO_HOLDER),
+        ({"pid": 10**400}, NO_HOLDER),
+        (None, None),
+        ("ada", None),
+        ([HOLDER], None),
+    ],
+)
+def test_a_holder_is_read_with_care(sent: object, read: object) -> None:
+    (lease,) = decode_leases(encoded({"leases": [{"lease_id": "a", "holder": sent}]}))["leases"]
+    (waiter,) = decode_queue(encoded({"queue": [{"request_id": "a", "holder": sent}]}))["queue"]
+    promise = {"lease_id": "a", "holder": sent}
+    (gpu,) = decode_stats(encoded({"gpus": [{"gpu_id": 0, "leases": [promise]}]}))["gpus"]
+    assert [lease["holder"], waiter["holder"], gpu["leases"][0]["holder"]] == [read] * 3
+
+
+def test_the_names_of_a_holder_are_short() -> None:
+    body = encoded({"leases": [{"lease_id": "a", "holder": {"user": "x" * 5000, "program": "y" * 5000}}]})
+    holder = decode_leases(body)["leases"][0]["holder"]
+    assert (len(holder["user"]), len(holder["program"])) == (65, 65), "with the sign that something was cut"
+
+
+def test_an_older_server_says_nothing_of_holders() -> None:
+    assert decode_leases(encoded({"leases": [{"lease_id": "a"}]}))["leases"][0]["holder"] is None
 
 
 # --- one lease ---

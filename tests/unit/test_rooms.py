@@ -32,8 +32,10 @@ FOUNDATION = {
     "lease_variables",
     "errors",
     "forks",
+    "host_socket",
     "models",
     "state_directory",
+    "wording",
 }
 #: Documented import paths, thin modules that re-export what is in a room; and what puts rooms together.
 ENTRANCES = {

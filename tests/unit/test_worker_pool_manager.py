@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gpu_worker_pool import errors
+from gpu_worker_pool.client.manager import readings_of
 from gpu_worker_pool.config import EnvironmentConfigurationManager, MultiEndpointConfigurationManager
 from gpu_worker_pool.core import PoolSettings, ProcessReading, Requirements, check_invariants
+from gpu_worker_pool.core.obstacles import reading_obstacles
 from gpu_worker_pool.errors import (
     AlreadyStartedError,
     ImpossibleRequestError,
@@ -1838,3 +1840,23 @@ async def test_callbacks_that_would_have_to_be_awaited_are_refused(pool: WorkerP
 def test_the_strategy_of_a_configuration_for_many_endpoints_counts() -> None:
     config = MultiEndpointConfigurationManager({"GPU_LOAD_BALANCING_STRATEGY": "weighted"})
     assert WorkerPoolManager(config)._settings.strategy == "weighted"
+
+
+def test_what_a_server_counts_is_enough_for_an_idle_gpu() -> None:
+    """`/gpu/summary` has numbers of processes, not the processes."""
+    memory = {"memory_total_mb": 120_000.0, "memory_used_mb": 90_000.0}
+    infos = [
+        GPUInfo(0, "A", 0.0, 0.0, process_count=2),
+        GPUInfo(1, "A", 75.0, 0.0, process_count=0, **memory),
+        GPUInfo(2, "GB10", 75.0, 0.0, process_count=0, unified_memory=True, **memory),
+        GPUInfo(3, "A", 0.0, 0.0),
+    ]
+    stats = GPUStats(4, 0.0, 0.0, 0.0, infos, 0.0, "")
+    idle = Requirements(policy="idle")
+    found = [list(reading_obstacles(reading, idle, PoolSettings())) for reading in readings_of(stats)]
+    assert [[str(obstacle) for obstacle in obstacles] for obstacles in found] == [
+        ["in use by 2 processes"],
+        ["87.9 GiB in use by no visible process; 5.9 GiB are allowed"],
+        [],
+        [],
+    ]

@@ -28,14 +28,16 @@ from gpu_worker_pool.errors import (
     TooManyWaitingError,
     UnknownLeaseError,
 )
+from gpu_worker_pool.hardware.samples import GPUReading, MIGReading
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import aiohttp
 
-    from gpu_worker_pool.api.decoder import LeaseRow, QueuePosition
+    from gpu_worker_pool.api.decoder import LeaseRow, Problem, QueuePosition
     from gpu_worker_pool.api.transport import HTTPReply
+    from gpu_worker_pool.core.events import Origin
     from gpu_worker_pool.core.requirements import Requirements
     from gpu_worker_pool.errors import GPUWorkerPoolError
     from gpu_worker_pool.models import GPUStats
@@ -49,6 +51,8 @@ _LARGE_BODY_BYTES: Final = 64 * 1024
 #: A release or a cancellation is not waited for as long as a slow reading.
 _SHORT_SECONDS: Final = 5.0
 _NO_SERVER: Final = "is this a GPU server, and is its API_PREFIX part of the configured URL?"
+#: Among the features of a server whose leases can be divided (`within` in `POST /leases`).
+INNER_LEASES: Final = "inner_leases"
 _NO_LEASES: Final = (
     "this server gives no leases: it is an older one, or not a gpu-worker-pool server; "
     "restart clients that used its leases before"
@@ -60,6 +64,17 @@ _LOST: Final[dict[tuple[int, str], type[GPUWorkerPoolError]]] = {
     (403, "token_needed"): NotYourLeaseError,
     (409, "lease_ended"): LeaseEndedError,
 }
+
+
+class KeyAdvice(NamedTuple):
+    """How to give a key, in the words of the program that shows the error."""
+
+    give: str
+    allow_insecure: str
+
+
+IN_PYTHON: Final = KeyAdvice("give api_key= or set GPU_POOL_API_KEY", "pass allow_insecure_key=True")
+ON_COMMAND_LINE: Final = KeyAdvice("set GPU_POOL_API_KEY", "set GPU_POOL_ALLOW_INSECURE_KEY=1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +112,7 @@ class APIClient:
         api_key: str | None = None,
         is_admin_key: bool = False,
         allow_insecure_key: bool = False,
+        advice: KeyAdvice = IN_PYTHON,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         under(url, "/")  # a `ValueError` for a URL that cannot be used
@@ -105,9 +121,12 @@ class APIClient:
         self._session = session
         self._most_bytes = most_bytes
         self._api_key = api_key
+        self._advice = advice
         self._may_send_key = allow_insecure_key or is_private_url(url)
         self._sends_key = api_key is not None and (is_admin_key or not is_loopback_url(url))
         self._now = now
+        #: Whether `POST /leases` of this server knows the key `holder`, as far as we know.
+        self._takes_holder = True
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
@@ -137,6 +156,16 @@ class APIClient:
 
     async def stats(self) -> Body:
         return await self._get("/gpu/stats", decoder.decode_stats)
+
+    async def devices(self) -> tuple[GPUReading, ...]:
+        """Its GPUs and their MIG devices, to tell them apart: without values."""
+        devices = []
+        for row in (await self.stats())["gpus"]:
+            migs = tuple(MIGReading(mig["uuid"], mig["name"] or "") for mig in row["mig_devices"] if mig["uuid"])
+            devices.append(
+                GPUReading(row["gpu_id"], row["name"], row["uuid"], mig_devices=migs, mig_enabled=row["mig_enabled"])
+            )
+        return tuple(devices)
 
     async def health(self) -> Body:
         return await self._get("/health", decoder.decode_health)
@@ -178,7 +207,13 @@ class APIClient:
     ) -> LeaseRow | QueuePosition:
         """Send a request, or poll for it again. `request` is the same every time."""
         body = request | {"wait_seconds": wait_seconds, "may_keep": may_reserve}
+        if not self._takes_holder:
+            body.pop("holder", None)
         reply = await self._change("POST", "/leases", token, self.timeout_seconds + wait_seconds, body)
+        if reply.status == 422 and "holder" in body and _is_about_holder(decoder.decode_problem(reply.body)):
+            # An older server, which refuses every key it does not know. Who we are matters less than the GPU.
+            self._takes_holder = False
+            return await self.acquire(request, token, wait_seconds=wait_seconds, may_reserve=may_reserve)
         if reply.status in (200, 201):
             decode = partial(decoder.decode_lease, request_id=request["request_id"], count=request["count"])
             return await self._decoded(reply, decode)
@@ -260,8 +295,7 @@ class APIClient:
         if not self._may_send_key:
             raise ServiceRefusedError(
                 f"{self.url} needs a key, and a key is not sent over plain http to another host, where others can "
-                "read it: use https://, or, in a network you trust, allow_insecure_key=True "
-                "(GPU_POOL_ALLOW_INSECURE_KEY=1 for gpu-pool)"
+                f"read it: use https://, or, in a network you trust, {self._advice.allow_insecure}"
             )
         assert self._api_key is not None  # else it is not sent
         return self._api_key
@@ -281,8 +315,18 @@ class APIClient:
         hint = _NO_LEASES if is_lease_route else _NO_SERVER
         error = status_error(reply, hint if reply.status in (404, 405) else "")
         if reply.status == 401 and is_lease_route and self._api_key is None:
-            return ServiceRefusedError(f"{error}; give api_key= or set GPU_POOL_API_KEY", status=401)
+            return ServiceRefusedError(f"{error}; {self._advice.give}", status=401)
         return error
+
+
+def holder_body(origin: Origin) -> Body:
+    """As `POST /leases` expects it, without what is not known."""
+    said = {"user": origin.user, "host": origin.host, "pid": origin.pid, "program": origin.program}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _is_about_holder(problem: Problem) -> bool:
+    return any(reason.startswith("holder") for reason in problem.reasons)
 
 
 def requirements_body(requirements: Requirements) -> Body:

@@ -29,6 +29,7 @@ from gpu_worker_pool.api.json_values import (
 )
 from gpu_worker_pool.core.readings import LARGEST_MB
 from gpu_worker_pool.errors import ServiceRetryableError
+from gpu_worker_pool.hardware.origin import LONGEST_NAME
 from gpu_worker_pool.models import GPUInfo, GPUStats
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ _SUMMARY_ROW: Final = record(
         "process_count": whole_number(_LARGEST_GPU_ID),
         "leased": flag(False),
         "reports_utilization": flag(True),
+        "unified_memory": flag(False),
     }
 )
 
@@ -171,6 +173,7 @@ def _sound_gpu(gpu_id: int, row: Body, uuids: dict[str, int]) -> GPUInfo | None:
             leased=row.get("leased", False),
             reports_utilization=row.get("reports_utilization", True),
             process_count=process_count,
+            unified_memory=row.get("unified_memory", False),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
@@ -257,8 +260,21 @@ def _rows(fields: str, key: str | None = None, most: int = _MOST_ROWS) -> FieldR
 _READERS["memory"] = _row("total_mb:number used_mb:number free_mb:number usage_percent:number")
 _READERS["power"] = _row("draw_w:number limit_w:number")
 # None where the processes, or the ledger, cannot be read.
-_READERS["processes"] = listed(_row("pid:number name:text user:text memory_used_mb:number"), 1024)
-_READERS["promises"] = listed(_row("lease_id:text worker_id:text label:text state:text user:text"), _MOST_ROWS)
+_READERS["processes"] = listed(
+    _row("pid:number name:text user:text memory_used_mb:number running_seconds:seconds"), 1024
+)
+_READERS["holder"] = record(
+    {
+        "user": text(LONGEST_NAME),
+        "host": text(LONGEST_NAME),
+        "pid": whole_number(_LARGEST_GPU_ID),
+        "program": text(LONGEST_NAME),
+        "verified": flag(False),
+    }
+)
+_READERS["promises"] = listed(
+    _row("lease_id:text worker_id:text label:text state:text user:text holder:holder within:text"), _MOST_ROWS
+)
 _READERS["mig_devices"] = _rows(
     "uuid:text name:text gpu_instance_id:number compute_instance_id:number memory:memory fault:text "
     "processes:processes",
@@ -267,7 +283,8 @@ _READERS["mig_devices"] = _rows(
 _GPU: Final = _row(
     "gpu_id:gpu_id name:name memory:memory utilization_percent:number temperature_c:number power:power uuid:text "
     "pci_bus_id:text fault:fault reports_utilization:true ecc_uncorrected_errors:number recovery_action:text "
-    "processes:processes mig_enabled:flag mig_devices:mig_devices leases:promises obstacles:obstacles",
+    "processes:processes graphics_processes:processes unified_memory:flag mig_enabled:flag mig_devices:mig_devices "
+    "leases:promises obstacles:obstacles idle_obstacles:obstacles",
     key="gpu_id",
 )
 
@@ -290,13 +307,14 @@ _READERS["quarantine"] = _row("reason:text seconds:seconds")
 _READERS["leased_gpus"] = _rows("gpu_id:gpu_id uuid:text name:text")
 _READERS["leases"] = _rows(
     "lease_id:text request_id:text worker_id:text fence:number gpus:leased_gpus granted_at:text expires_at:text "
-    "expires_in_seconds:seconds ttl_seconds:seconds state:text label:text memory_mb:number share:flag "
-    "held_seconds:seconds quarantine:quarantine memory_used_mb:number idle_seconds:seconds is_idle:flag user:text",
+    "expires_in_seconds:seconds ttl_seconds:seconds state:text label:text memory_mb:number share:flag within:text "
+    "held_seconds:seconds quarantine:quarantine memory_used_mb:number idle_seconds:seconds is_idle:flag user:text "
+    "holder:holder",
     key="lease_id",
 )
 _READERS["queue"] = _rows(
     "request_id:text worker_id:text position:number waiting_seconds:seconds reasons:reasons label:text "
-    "priority:number count:number",
+    "priority:number count:number holder:holder within:text",
     key="request_id",
 )
 _READERS["explained_obstacles"] = _rows("kind:text text:sentence actual:number limit:number", most=MOST_REASONS)

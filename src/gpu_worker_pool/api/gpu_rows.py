@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from gpu_worker_pool.api.holder_rows import shown_holder
 from gpu_worker_pool.core.obstacles import lasting_obstacles, reading_obstacles
-from gpu_worker_pool.core.requirements import ANY_GPU
+from gpu_worker_pool.core.requirements import ANY_GPU, Requirements
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.hardware.leasable import readings_of
 from gpu_worker_pool.hardware.samples import DriverAnswer
@@ -15,17 +16,19 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.core.readings import ProcessReading, Reading
     from gpu_worker_pool.hardware.samples import GPUReading, HostSample, MIGReading
+    from gpu_worker_pool.models import GPUInfo
 
     #: The leases by GPU or MIG device; None if the ledger cannot be read.
     Promises = Mapping[str, Sequence[dict[str, Any]]] | None
 
 _DEFAULTS: Final = PoolSettings()
+_IDLE_GPU: Final = Requirements(policy="idle")
 
 
 def stats_body(sample: HostSample, gpus: Sequence[GPUReading], promises: Promises) -> dict[str, Any]:
     return {
         "gpu_count": len(gpus),
-        "gpus": [_stats_row(gpu, promises) for gpu in gpus],
+        "gpus": [_stats_row(gpu, promises, sample.begun_at) for gpu in gpus],
         "timestamp": sample.timestamp,
         **driver_facts(sample),
     }
@@ -38,6 +41,11 @@ def driver_facts(sample: HostSample | None) -> dict[str, Any]:
 
 
 def summary_body(sample: HostSample, gpus: Sequence[GPUReading], promises: Promises) -> dict[str, Any]:
+    rows = [_summary_row(gpu, promises) for gpu in gpus]
+    return {**summary_totals(gpus), "gpus_summary": rows, "timestamp": sample.timestamp}
+
+
+def summary_totals(gpus: Sequence[GPUReading | GPUInfo]) -> dict[str, Any]:
     # Used memory of a GPU whose total is unknown would make the host look fuller than it is.
     both = [gpu for gpu in gpus if gpu.memory_total_mb is not None and gpu.memory_used_mb is not None]
     total_of_both = _sum(gpu.memory_total_mb for gpu in both)
@@ -51,8 +59,6 @@ def summary_body(sample: HostSample, gpus: Sequence[GPUReading], promises: Promi
         if total_of_both and used is not None
         else None,
         "average_utilization_percent": round(sum(utilizations) / len(utilizations), 2) if utilizations else None,
-        "gpus_summary": [_summary_row(gpu, promises) for gpu in gpus],
-        "timestamp": sample.timestamp,
     }
 
 
@@ -81,25 +87,32 @@ def _leases_on(gpu: GPUReading, promises: Promises) -> list[dict[str, Any]] | No
     return list({lease["lease_id"]: lease for name in names for lease in promises.get(name, ())}.values())
 
 
-def _obstacles(gpu: GPUReading, promises: Promises) -> list[str] | None:
-    """Why a request without requirements cannot have the GPU; for a GPU in MIG mode, the best of its devices.
+def _obstacles(
+    gpu: GPUReading, promises: Promises, requirements: Requirements = ANY_GPU, now: float | None = None
+) -> list[str] | None:
+    """Why a request cannot have the GPU; for a GPU in MIG mode, the best of its devices.
 
     Uses the allocator's rules, but ignores reservations and the short delay after a release, which are temporary.
     """
     if promises is None:
         return None
-    found = [_obstacles_of(reading, promises.get(reading.gpu_id, ())) for reading in readings_of((gpu,))]
+    found = [
+        _obstacles_of(reading, promises.get(reading.gpu_id, ()), requirements, now) for reading in readings_of((gpu,))
+    ]
     return min(found, key=len, default=["MIG is enabled, but there is no MIG device"])
 
 
-def _obstacles_of(reading: Reading, leases: Sequence[dict[str, Any]]) -> list[str]:
+def _obstacles_of(
+    reading: Reading, leases: Sequence[dict[str, Any]], requirements: Requirements, now: float | None
+) -> list[str]:
     if leases:  # the load is that of the holder
-        return [f"{lease['state']}: {lease['worker_id'] or lease['lease_id']}" for lease in leases]
-    lasting = lasting_obstacles(reading, ANY_GPU, _DEFAULTS)
-    return [str(each) for each in (*lasting, *reading_obstacles(reading, reading.processes, ANY_GPU, _DEFAULTS))]
+        return [f"{lease['state']}: {shown_holder(lease)}" for lease in leases]
+    lasting = lasting_obstacles(reading, requirements, _DEFAULTS)
+    return [str(each) for each in (*lasting, *reading_obstacles(reading, requirements, _DEFAULTS, now=now))]
 
 
-def _stats_row(gpu: GPUReading, promises: Promises) -> dict[str, Any]:
+def _stats_row(gpu: GPUReading, promises: Promises, now: float) -> dict[str, Any]:
+    """`now`: when the sample began, in seconds since the host booted."""
     return {
         "gpu_id": gpu.index,
         "name": gpu.name,
@@ -113,7 +126,9 @@ def _stats_row(gpu: GPUReading, promises: Promises) -> dict[str, Any]:
         "reports_utilization": gpu.reports_utilization,
         "ecc_uncorrected_errors": gpu.ecc_uncorrected_errors,
         "recovery_action": gpu.recovery_action,
-        "processes": _processes(gpu.processes),
+        "processes": _processes(gpu.processes, now),
+        "graphics_processes": _processes(gpu.graphics, now),
+        "unified_memory": gpu.unified_memory,
         "mig_enabled": gpu.mig_enabled,
         "mig_devices": [
             {
@@ -123,12 +138,13 @@ def _stats_row(gpu: GPUReading, promises: Promises) -> dict[str, Any]:
                 "compute_instance_id": mig.compute_instance_id,
                 "memory": _memory(mig),
                 "fault": mig.fault,
-                "processes": _processes(mig.processes),
+                "processes": _processes(mig.processes, now),
             }
             for mig in gpu.mig_devices
         ],
         "leases": _leases_on(gpu, promises),
-        "obstacles": _obstacles(gpu, promises),
+        "obstacles": _obstacles(gpu, promises, now=now),
+        "idle_obstacles": _obstacles(gpu, promises, _IDLE_GPU, now),
     }
 
 
@@ -147,6 +163,7 @@ def _summary_row(gpu: GPUReading, promises: Promises) -> dict[str, Any]:
         "process_count": None if gpu.processes is None else len(gpu.processes),
         # Clients that assign without the ledger leave leased GPUs alone.
         "leased": bool(_leases_on(gpu, promises)),
+        "unified_memory": gpu.unified_memory,
     }
 
 
@@ -159,11 +176,17 @@ def _memory(device: GPUReading | MIGReading) -> dict[str, Any]:
     }
 
 
-def _processes(processes: tuple[ProcessReading, ...] | None) -> list[dict[str, Any]] | None:
+def _processes(processes: tuple[ProcessReading, ...] | None, now: float) -> list[dict[str, Any]] | None:
     if processes is None:
         return None
     return [
-        {"pid": process.pid, "name": process.name, "user": process.user, "memory_used_mb": process.memory_used_mb}
+        {
+            "pid": process.pid,
+            "name": process.name,
+            "user": process.user,
+            "memory_used_mb": process.memory_used_mb,
+            "running_seconds": None if process.started_at is None else round(max(now - process.started_at, 0.0), 3),
+        }
         for process in processes
     ]
 

@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
+from gpu_worker_pool.api.holder_rows import holder_row
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.lease_variables import lease_variables
+from gpu_worker_pool.lease_variables import VisibleGPU, lease_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -20,15 +21,19 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.assignments import Lease
     from gpu_worker_pool.core.events import Request
     from gpu_worker_pool.core.explanation import Explanation
+    from gpu_worker_pool.lease_variables import GPUNaming
+
+    #: The present index of a GPU; None while the driver does not report it.
+    IndexOf = Callable[[str], int | None]
 
 
-def granted_body(lease: Lease, token: str) -> dict[str, Any]:
-    return {**lease_body(lease), "token": token}
+def granted_body(lease: Lease, token: str, index_of: IndexOf, naming: GPUNaming) -> dict[str, Any]:
+    return {**lease_body(lease, index_of, naming), "token": token}
 
 
-def lease_body(lease: Lease) -> dict[str, Any]:
+def lease_body(lease: Lease, index_of: IndexOf, naming: GPUNaming) -> dict[str, Any]:
     """For the holder."""
-    return {**_facts(lease, boot_time()), "env": lease_env(lease)}
+    return {**_facts(lease, boot_time()), "env": lease_env(lease, index_of, naming)}
 
 
 def lease_row(lease: Lease, usage: LeaseUsage) -> dict[str, Any]:
@@ -44,6 +49,7 @@ def lease_row(lease: Lease, usage: LeaseUsage) -> dict[str, Any]:
         "idle_seconds": None if usage.idle_seconds is None else _seconds(usage.idle_seconds),
         "is_idle": usage.is_idle,
         "user": user_of(lease),
+        "holder": holder_row(lease.request),
     }
 
 
@@ -63,6 +69,7 @@ def _facts(lease: Lease, now: float) -> dict[str, Any]:
         "label": request.label,
         "memory_mb": request.requirements.memory_mb,
         "share": request.requirements.share,
+        "within": request.within,
     }
 
 
@@ -82,12 +89,15 @@ def _promise(lease: Lease) -> dict[str, Any]:
         "label": lease.request.label,
         "state": lease.state.value,
         "user": user_of(lease),
+        "holder": holder_row(lease.request),
+        "within": lease.within,
     }
 
 
-def lease_env(lease: Lease) -> dict[str, str]:
-    """The environment of a program that may see only these GPUs; by UUID, because indices may change."""
-    return lease_variables(",".join(held.uuid or str(held.index) for held in lease.held), lease.lease_id)
+def lease_env(lease: Lease, index_of: IndexOf, naming: GPUNaming = "index") -> dict[str, str]:
+    """The environment of a program that may see only these GPUs, as they are numbered now: a reboot may change that."""
+    gpus = [VisibleGPU(held.index if held.uuid is None else index_of(held.gpu_id), held.uuid) for held in lease.held]
+    return lease_variables(gpus, lease.lease_id, naming)
 
 
 def user_of(lease: Lease) -> str | None:
@@ -133,12 +143,12 @@ def request_row(request: Request) -> dict[str, Any]:
         "label": request.label,
         "priority": request.requirements.priority,
         "count": request.requirements.count,
+        "holder": holder_row(request),
+        "within": request.within,
     }
 
 
-def explanation_body(
-    request_id: str, explanation: Explanation, index_of: Callable[[str], int | None]
-) -> dict[str, Any]:
+def explanation_body(request_id: str, explanation: Explanation, index_of: IndexOf) -> dict[str, Any]:
     return {
         "request_id": request_id,
         "position": explanation.position,

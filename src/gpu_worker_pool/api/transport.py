@@ -17,12 +17,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
+from aiohttp.client_exceptions import UnixClientConnectorError
 from yarl import URL
 
 from gpu_worker_pool._version import __version__
 from gpu_worker_pool.api.decoder import decode_problem
 from gpu_worker_pool.api.json_values import LARGEST_BODY_BYTES, LONGEST_SENTENCE, cleaned
 from gpu_worker_pool.api.name_lookup import make_resolver
+from gpu_worker_pool.api.unix_socket import TrustedUnixConnector
 from gpu_worker_pool.errors import NetworkRetryableError, ServiceRefusedError, ServiceRetryableError
 
 if TYPE_CHECKING:
@@ -36,18 +38,25 @@ _DETAIL_BYTES: Final = 64 * 1024
 _UNKNOWN_AUTHORITY: Final = frozenset({18, 19, 20, 21})
 
 
-def make_session(*, limit_per_host: int = 8, ssl_context: ssl.SSLContext | None = None) -> aiohttp.ClientSession:
+def make_session(
+    *, limit_per_host: int = 8, ssl_context: ssl.SSLContext | None = None, unix_socket: str | None = None
+) -> aiohttp.ClientSession:
     """One pool of connections for all endpoints; the caller closes it. Needs a running event loop.
 
     Without `ssl_context` certificates are checked against those the system trusts (or `SSL_CERT_FILE`).
+    `unix_socket`: where to connect instead, whatever the URL.
     """
-    connector = aiohttp.TCPConnector(
-        # No limit over all hosts: with one, slow endpoints would block requests to the others.
-        limit=0,
-        limit_per_host=limit_per_host,
-        ssl=True if ssl_context is None else ssl_context,
-        resolver=make_resolver(),
-    )
+    connector: aiohttp.BaseConnector
+    if unix_socket is not None:
+        connector = TrustedUnixConnector(unix_socket, limit=0, limit_per_host=limit_per_host)
+    else:
+        connector = aiohttp.TCPConnector(
+            # No limit over all hosts: with one, slow endpoints would block requests to the others.
+            limit=0,
+            limit_per_host=limit_per_host,
+            ssl=True if ssl_context is None else ssl_context,
+            resolver=make_resolver(),
+        )
     return aiohttp.ClientSession(
         connector=connector,
         # Nothing is ever decompressed: a few kilobytes of gzip can be gigabytes.
@@ -205,6 +214,8 @@ def _reason(error: Exception) -> str:
             return f"its TLS certificate is refused: {refusal.verify_message.rstrip('.')}{hint}"
         case aiohttp.ClientSSLError():
             return f"TLS failed: {cleaned(str(error.os_error), 100)}; does this port speak https?"
+        case UnixClientConnectorError():
+            return f"nothing listens on {error.path} ({str(error.strerror).lower()}); is the GPU service running?"
         case aiohttp.ClientConnectorDNSError():
             return f"its name does not resolve: {str(error.strerror).lower()}"
         case UnicodeError() | aiohttp.InvalidURL():

@@ -44,6 +44,7 @@ from gpu_worker_pool.errors import (
     GPUWorkerPoolError,
     ImpossibleRequestError,
     LedgerUnavailableError,
+    LedgerUnusableError,
     PoolStoppedError,
     RequestEndedError,
 )
@@ -116,7 +117,7 @@ class LeaseBroker:
         self._reopen_seconds = reopen_seconds
         self._clock = clock
         self._ledger: Ledger | None = None
-        self._why_closed = "the ledger is not open yet"
+        self._why_closed = LedgerUnavailableError("the ledger is not open yet")
         self._is_stopping = False
         #: Callers of `acquire` that wait for an answer, by request id.
         self._listeners: dict[str, list[asyncio.Future[None]]] = {}
@@ -130,10 +131,13 @@ class LeaseBroker:
 
     # --- start and stop ---
 
-    async def start(self) -> None:
-        """Also succeeds where the ledger cannot be opened: then every method says why, and it is tried again."""
+    async def start(self, *, is_unusable_final: bool = False) -> None:
+        """Also succeeds where the ledger cannot be opened: then every method says why, and it is tried again.
+
+        `is_unusable_final`: raise a `LedgerUnusableError` instead, since trying again cannot help.
+        """
         self._is_stopping = False
-        self._open()
+        self._open(is_unusable_final=is_unusable_final)
         self._run_task(self._watch())
 
     async def stop(self) -> None:
@@ -149,30 +153,33 @@ class LeaseBroker:
     def stop_listening(self) -> None:
         """Callers that wait for an answer get a `PoolStoppedError` now."""
         self._is_stopping = True
-        self._why_closed = "the broker is closed"
+        self._why_closed = LedgerUnavailableError("the broker is closed")
         for request_id in list(self._listeners):
             self._wake(request_id)
 
     @property
     def problem(self) -> str | None:
         """Why nothing can be leased; None while the ledger is open."""
-        return self._why_closed if self._ledger is None else None
+        return str(self._why_closed) if self._ledger is None else None
 
-    def _open(self) -> None:
+    def _open(self, *, is_unusable_final: bool = False) -> None:
         try:
             self._ledger = self._open_ledger(self._committed)
         except (LedgerUnavailableError, OSError) as error:
-            problem = str(error)
+            if is_unusable_final and isinstance(error, LedgerUnusableError):
+                raise
+            kind = type(error) if isinstance(error, LedgerUnavailableError) else LedgerUnavailableError
+            problem = kind(str(error))  # without the traceback
         else:
             return
         self._on_leases(())  # no leases will be known
-        if self._why_closed != problem:
-            self._why_closed = problem
+        if str(self._why_closed) != str(problem):
             logger.error("no leases: %s", problem)
+        self._why_closed = problem
 
     def _opened(self) -> Ledger:
         if self._ledger is None:
-            raise LedgerUnavailableError(self._why_closed)
+            raise type(self._why_closed)(str(self._why_closed))
         return self._ledger
 
     def _run_task(self, work: Coroutine[None, None, None]) -> None:
@@ -285,18 +292,27 @@ class LeaseBroker:
         """Why it waits, GPU by GPU; None if it does not."""
         return await self._opened().look(lambda pool, now: explain(pool, request_id, now))
 
-    async def explain_requirements(self, requirements: Requirements) -> Explanation:
-        """Why a request with these requirements would wait now."""
-        return await self._opened().look(lambda pool, now: explain_requirements(pool, requirements, now))
+    async def explain_requirements(self, requirements: Requirements, within: str | None = None) -> Explanation:
+        """Why a request with these requirements, inside this lease, would wait now."""
+        return await self._opened().look(lambda pool, now: explain_requirements(pool, requirements, now, within=within))
 
     async def queue(self) -> list[Waiting]:
         """All waiting requests, in order."""
         return await self._opened().look(describe_queue)
 
-    async def requirements_of(self, request_id: str) -> Requirements | None:
-        """Of a request that waits, holds a lease, or ended recently."""
+    async def request_of(self, request_id: str) -> Request | None:
+        """A request that waits, holds a lease, or ended recently."""
         known = await self._opened().look(lambda pool, _: pool.requests.get(request_id))
-        return None if known is None else known.request.requirements
+        return None if known is None else known.request
+
+    async def request_of_lease(self, lease_id: str) -> Request | None:
+        """The request that was granted this lease, which may have ended recently."""
+
+        def find(pool: Pool, now: float) -> Lease | Outcome | None:
+            return pool.leases.lookup(lease_id) or pool.outcomes.of_lease(lease_id, now)
+
+        known = await self._opened().look(find)
+        return None if known is None else known.request
 
     def index_of(self, gpu_id: str) -> int | None:
         """The present index of a GPU, or of the GPU of a MIG device."""

@@ -60,8 +60,7 @@ class LocalBroker:
             backend,
             interval_seconds=INTERVAL_SECONDS,
             keep=1,
-            # The only crossing from the sampler's thread to the event loop's.
-            on_sample=lambda sample: self._loop.call_soon_threadsafe(self._take, sample),
+            on_sample=self._hand_over,
             state_dir=state_dir,
             reader=reader,
             holders=tuple if load is None else load.holders,
@@ -73,7 +72,8 @@ class LocalBroker:
         )
 
     async def start(self) -> None:
-        await self.broker.start()
+        """Raises `LedgerUnusableError` where the ledger cannot be opened and trying again cannot help."""
+        await self.broker.start(is_unusable_final=True)
         self._sampler.start()
 
     async def stop(self) -> None:
@@ -106,6 +106,11 @@ class LocalBroker:
     def _fresh(self) -> HostSample | None:
         good = self._good
         return good if good is not None and boot_time() - good.begun_at <= SAMPLE_MAX_AGE_SECONDS else None
+
+    def _hand_over(self, sample: HostSample) -> None:
+        """The only crossing from the sampler's thread to the event loop's."""
+        with suppress(RuntimeError):  # the loop is closed: a program that has failed does not stop its broker
+            self._loop.call_soon_threadsafe(self._take, sample)
 
     def _take(self, sample: HostSample) -> None:
         self._last = sample

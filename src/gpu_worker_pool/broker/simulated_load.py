@@ -39,7 +39,13 @@ class SimulatedLoad:
 
     def take(self, leases: Iterable[Lease]) -> None:
         """All leases; called when one has changed, and when they are first known."""
-        held = {lease.lease_id: lease for lease in leases if lease.state is not LeaseState.OFFERED}
+        known = {lease.lease_id: lease for lease in leases if lease.state is not LeaseState.OFFERED}
+        # A lease stands for those inside it, until its holder has lost it.
+        held = {
+            lease.lease_id: lease
+            for lease in known.values()
+            if lease.within not in known or known[lease.within].quarantine is not None
+        }
         for lease_id, lease in self._leases.items():
             if lease_id not in held:
                 self._ended.extend(_holders_of(lease, until=self._until(lease) or self._clock()))

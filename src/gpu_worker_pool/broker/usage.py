@@ -39,7 +39,9 @@ class LeaseUsages:
         memory: dict[str, float | None] = {}
         utilization: dict[str, float | None] = {}
         for gpu in sample.answer.gpus:
-            memory[gpu.identity], utilization[gpu.identity] = gpu.memory_used_mb, gpu.utilization_percent
+            # Other programs use unified memory, too: it says nothing about the holder.
+            memory[gpu.identity] = None if gpu.unified_memory else gpu.memory_used_mb
+            utilization[gpu.identity] = gpu.utilization_percent
             for device in gpu.mig_devices:
                 memory[device.uuid], utilization[device.uuid] = device.memory_used_mb, None
         known = self._busy_at

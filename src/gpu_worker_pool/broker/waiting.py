@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.core import Waiter, explain
+from gpu_worker_pool.core.origins import process_names
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core import Explanation, Pool, Request
@@ -19,7 +21,7 @@ class Waiting:
     """A request that waits."""
 
     request: Request
-    #: 1 is next.
+    #: 1 is next; inside a lease, among those inside it.
     position: int
     waiting_seconds: float
     #: One sentence on the whole, then one for each GPU.
@@ -37,10 +39,16 @@ def describe(pool: Pool, request_id: str, now: float) -> Waiting | None:
 
 def describe_queue(pool: Pool, now: float) -> list[Waiting]:
     """All waiting requests, in order. Only the first classes of equal requests are explained."""
-    explained: dict[int, tuple[Explanation, tuple[str, ...]] | None] = {}
+    explained: dict[tuple[int, tuple[object, ...]], tuple[Explanation, tuple[str, ...]] | None] = {}
+    holders = {name for lease in pool.leases for name in process_names(lease.request)}
     rows = []
-    for position, waiter in enumerate(pool.queue.in_order(), start=1):
-        request_class = id(waiter.request_class)
+    positions: Counter[str | None] = Counter()
+    for waiter in pool.queue.in_order():
+        positions[waiter.request.within] += 1  # each lease has its own queue for what is inside it
+        position = positions[waiter.request.within]
+        # Waiters whose own process holds a GPU are told so, and no others.
+        names = process_names(waiter.request)
+        request_class = (id(waiter.request_class), () if holders.isdisjoint(names) else names)
         if request_class not in explained:
             explanation = explain(pool, waiter.request.request_id, now) if len(explained) < EXPLAINED_CLASSES else None
             explained[request_class] = None if explanation is None else (explanation, _gpu_reasons(pool, explanation))

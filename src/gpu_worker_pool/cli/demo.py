@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any, Final
 from gpu_worker_pool import GPUWorkerPoolClient, ImpossibleRequestError, WorkerTimeoutError
 from gpu_worker_pool.cli.exits import CommandError
 from gpu_worker_pool.cli.output import print_line, printable
+from gpu_worker_pool.cli.own_command import own_command
 from gpu_worker_pool.cli.tables import is_pretty, make_console, make_table
 from gpu_worker_pool.cli.views import overview
 from gpu_worker_pool.cli.views.queries import open_hosts, opened, query_hosts
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.core.requirements import ANY_GPU
+from gpu_worker_pool.core.obstacles import ObstacleKind
+from gpu_worker_pool.core.requirements import ANY_GPU, Requirements
 from gpu_worker_pool.errors import DriverError, GPUWorkerPoolError
 from gpu_worker_pool.hardware.readers.choose import make_reader
+from gpu_worker_pool.hardware.readers.simulated import OUTSIDERS_VARIABLE, SimulatedHost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +51,8 @@ WORKERS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("a GPU within 0.3 s", {"timeout": 0.3}),
     ("GPU 0 and no other", {"only": [0]}),
 )
+#: With fewer simulated GPUs, all of them are needed for the workers.
+FEWEST_WITH_NOTEBOOK: Final = 3
 VICTIM: Final = f"worker {len(WORKERS) + 1}"
 
 
@@ -69,11 +74,11 @@ def demonstrate(*, simulate: int | None, is_plain: bool) -> int:
 
 
 def _backend() -> str:
-    """Real GPUs, if there are any."""
+    """Real GPUs, if there are any; else four for the workers, and one with a notebook."""
     with suppress(DriverError):
         if make_reader("auto", boot_time).read().gpus:
             return "auto"
-    return "simulated:4"
+    return "simulated:5"
 
 
 class Demo:
@@ -81,6 +86,10 @@ class Demo:
         self._kind = "simulated" if backend.startswith("simulated") else "real"
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("GPU_", "CUDA_"))}
         self._environment = inherited | {"GPU_BACKEND": backend, "GPU_POOL_STATE_DIR": folder}
+        #: Real GPUs may have real outsiders, which would keep the workers waiting for too long.
+        self._requirements = Requirements(policy="idle") if self._kind == "simulated" else ANY_GPU
+        if self._kind == "simulated" and (count := SimulatedHost.parse(backend).count) >= FEWEST_WITH_NOTEBOOK:
+            self._environment[OUTSIDERS_VARIABLE] = f"{count - 1}:15GiB"
         self._live = live
         self._begun_at = time.monotonic()
         self._events: deque[str] = deque(maxlen=12)
@@ -103,6 +112,8 @@ class Demo:
     async def _play(self, host: Host, server: subprocess.Popen[bytes]) -> None:
         gpu_count = await self._wait_for_server(host, server)
         self._say(f"{gpu_count} {self._kind} GPUs; {len(WORKERS) + 1} workers in 2 programs ask for them")
+        for gpu, why in await self._left_alone(host):
+            self._say(f"GPU {gpu} is left alone: {why}, without a lease")
         watcher = asyncio.create_task(self._watch(host))
         try:
             async with GPUWorkerPoolClient(host.endpoint.url, polling_interval=0.5, environ={}) as client:
@@ -110,8 +121,19 @@ class Demo:
             await asyncio.sleep(0.5)  # until the last load is gone
         finally:
             watcher.cancel()
-        gpus = (await host.explain_requirements(ANY_GPU))["gpus"]
+        gpus = (await host.explain_requirements(self._requirements))["gpus"]
         self._free_at_the_end = f"{sum(not gpu['obstacles'] for gpu in gpus)} of {len(gpus)} GPUs are free again"
+        for gpu, why in await self._left_alone(host):
+            self._free_at_the_end += f", and GPU {gpu} was left alone: {why}"
+
+    async def _left_alone(self, host: Host) -> list[tuple[int, str]]:
+        """GPUs that outsiders use, and who they are."""
+        return [
+            (gpu["gpu_id"], obstacle["text"])
+            for gpu in (await host.explain_requirements(self._requirements))["gpus"]
+            for obstacle in gpu["obstacles"]
+            if obstacle["kind"] == ObstacleKind.FOREIGN_PROCESS
+        ]
 
     async def _wait_for_server(self, host: Host, server: subprocess.Popen[bytes]) -> int:
         while server.poll() is None:
@@ -127,7 +149,7 @@ class Demo:
         self._say(f"{name} asks for {words}")
         asked_at = time.monotonic()
         try:
-            assignment = await client.request_gpu(label=name, **requirements)
+            assignment = await client.request_gpu(label=name, policy=self._requirements.policy, **requirements)
         except ImpossibleRequestError as error:
             self._finish(name, "rejected at once", "; ".join(error.reasons) or str(error))
         except WorkerTimeoutError:
@@ -207,15 +229,20 @@ class Demo:
 
     def sum_up(self) -> int:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(Counter(self._outcomes.values()).items()))
-        simulated = "  export GPU_BACKEND=simulated:1    simulate one GPU\n" if self._kind == "simulated" else ""
-        text = f"""
-{counts}; {self._free_at_the_end}
-
-Try it yourself, in two shells:
-{simulated}  gpu-pool run -- sleep 30          in both: the second one waits, and says why
-  gpu-pool status                   who holds the GPU, who waits
-  gpu-pool explain                  why one more request would wait"""
-        for line in text.splitlines():
+        gpu_pool = own_command()
+        commands = {
+            "export GPU_BACKEND=simulated:1": "simulate one GPU",
+            f"{gpu_pool} run -- sleep 30": "in both: the second one waits, and says why",
+            f"{gpu_pool} status": "who holds the GPU, who waits",
+            f"{gpu_pool} explain": "why one more request would wait",
+        }
+        if self._kind != "simulated":
+            del commands["export GPU_BACKEND=simulated:1"]
+        width = max(map(len, commands))
+        lines = [f"  {command.ljust(width)}   {why}" for command, why in commands.items()]
+        is_relative = os.sep in gpu_pool and not gpu_pool.lstrip("'").startswith(os.sep)
+        where = " in this folder" if is_relative else ""
+        for line in ("", f"{counts}; {self._free_at_the_end}", "", f"Try it yourself, in two shells{where}:", *lines):
             print_line(line)
         return 0 if len(self._outcomes) == len(WORKERS) + 1 else 1
 

@@ -38,10 +38,16 @@ def is_local(endpoint: EndpointConfig) -> bool:
 
 
 def local_backend() -> str:
-    """`GPU_BACKEND`. Raises a `ValueError` that says what was expected."""
-    text = Environment().text("GPU_BACKEND")
+    """`GPU_BACKEND`, with simulated outsiders. Raises a `ValueError` that says what was expected."""
+    environment = Environment(complain=_raise)
+    text = environment.text("GPU_BACKEND")
     if not text:
         return "auto"
-    from gpu_worker_pool.hardware.readers.choose import check_backend
+    from gpu_worker_pool.hardware.readers.choose import check_backend, complete_backend, read_outsiders
 
-    return check_backend(text, "GPU_BACKEND")
+    backend = check_backend(text, "GPU_BACKEND")
+    return complete_backend(backend, read_outsiders(backend, environment))
+
+
+def _raise(problem: str) -> None:
+    raise ValueError(problem.removesuffix("; ignoring it"))

@@ -28,6 +28,8 @@ class Status(IntEnum):
     BUG = 70
     #: With `--no-wait`: nothing is free now.
     NOT_NOW = 75
+    #: This user may not do that: it needs root, or the group of the shared state directory.
+    NO_PERMISSION = 77
     TIMED_OUT = 124
     CANNOT_EXECUTE = 126
     NOT_FOUND = 127
@@ -55,6 +57,8 @@ def status_of(error: GPUWorkerPoolError) -> Status:
     match error:
         case errors.ImpossibleRequestError():
             return Status.IMPOSSIBLE
+        case errors.LedgerPermissionError():
+            return Status.NO_PERMISSION
         case (
             errors.ServiceUnavailableError()
             | errors.RetryableError()

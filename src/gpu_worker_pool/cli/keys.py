@@ -13,6 +13,8 @@ from gpu_worker_pool.environment import Environment, parse_bool
 if TYPE_CHECKING:
     from gpu_worker_pool.core.events import Request
 
+#: Variables that are shown to nobody, and passed on to no other host.
+SECRETS: Final = frozenset({"GPU_POOL_API_KEY", "GPU_POOL_API_KEYS", "GPU_POOL_ADMIN_KEY", "GPU_POOL_ADMIN_KEYS"})
 #: Older tokens belong to leases that were never released, as after a crash: a holder refreshes its token.
 _OLD_SECONDS: Final = 7 * 24 * 3600.0
 

@@ -24,6 +24,17 @@ def _applied(command: Command, options: list[Callable[[Command], Command]]) -> C
     return command
 
 
+def _policy_options(command: Command) -> Command:
+    choice = click.option(
+        "--policy",
+        type=click.Choice(["idle", "thresholds"]),
+        help="How free a GPU must be: idle, no process outside the pool computes on it; or thresholds, by its memory "
+        "usage and utilization.  [default: idle; thresholds with --share, --max-memory-usage or "
+        "--max-gpu-utilization]",
+    )
+    return choice(click.option("--idle", is_flag=True, help="The same as --policy idle.")(command))
+
+
 #: By field of the core's `Requirements`; a test checks that none is missing.
 _REQUIREMENTS: Final[dict[str, Callable[[Command], Command]]] = {
     "count": click.option(
@@ -59,18 +70,18 @@ _REQUIREMENTS: Final[dict[str, Callable[[Command], Command]]] = {
         metavar="N",
         help="Higher priorities are served first.",
     ),
-    "policy": click.option("--idle", "policy", is_flag=True, help="Only GPUs that no process outside the pool uses."),
+    "policy": _policy_options,
     "memory_threshold": click.option(
         "--max-memory-usage",
         "memory_threshold",
         type=Percent(),
-        help="Only GPUs whose memory usage is below this.  [default: 80]",
+        help="Only GPUs whose memory usage is below this.  [default: 80 with --policy thresholds]",
     ),
     "utilization_threshold": click.option(
         "--max-gpu-utilization",
         "utilization_threshold",
         type=Percent(),
-        help="Only GPUs whose utilization is below this.  [default: 90]",
+        help="Only GPUs whose utilization is below this.  [default: 90 with --policy thresholds]",
     ),
 }
 
@@ -83,7 +94,7 @@ def requirements_options(command: Command) -> Command:
         requirement_options = {name: given.pop(name) for name in _REQUIREMENTS}
         for name in ("only", "exclude"):
             requirement_options[name] = [each for names in requirement_options[name] for each in names] or None
-        requirement_options["policy"] = "idle" if requirement_options["policy"] else "thresholds"
+        requirement_options["policy"] = _policy(requirement_options, is_idle=given.pop("idle"))
         model = requirement_options["gpu_model"]
         if model is not None and not (model.strip() and _TEXT.fullmatch(model)):
             raise click.UsageError("--model must be part of a GPU's name, such as A100.")
@@ -92,6 +103,16 @@ def requirements_options(command: Command) -> Command:
         return command(requirement_options=requirement_options, **given)
 
     return _applied(with_requirements, [*_REQUIREMENTS.values()])
+
+
+def _policy(requirement_options: dict[str, Any], *, is_idle: bool) -> str:
+    policy: str | None = requirement_options["policy"]
+    if is_idle and policy == "thresholds":
+        raise click.UsageError("--idle and --policy thresholds exclude each other: give only one of them.")
+    if policy is not None or is_idle:
+        return policy or "idle"
+    thresholds = (requirement_options["memory_threshold"], requirement_options["utilization_threshold"])
+    return "thresholds" if requirement_options["share"] or thresholds != (None, None) else "idle"
 
 
 def lease_options(command: Command) -> Command:
@@ -106,8 +127,10 @@ def lease_options(command: Command) -> Command:
         no_wait: bool,
         label: str | None,
         ttl: float | None,
+        private: bool,
         with_reasons: bool,
         quiet: bool,
+        is_here: bool,
         **given: Any,
     ) -> Any:
         from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
@@ -117,7 +140,14 @@ def lease_options(command: Command) -> Command:
             raise click.UsageError("--no-wait and --timeout exclude each other: give only one of them.")
         if label is not None and not _TEXT.fullmatch(label):
             raise click.UsageError("--label must be at most 200 characters, all of them printable.")
-        spec = LeaseSpec(requirement_options, list(endpoints), timeout, no_wait, label, ttl)
+        spec = LeaseSpec(
+            requirement_options, list(endpoints), timeout, no_wait, label, ttl, is_private=private, is_here=is_here
+        )
+        if private:
+            # Also here: the command inherits it, so that it finds the lease in which it runs.
+            from gpu_worker_pool.cli.local_state import use_own_directory
+
+            use_own_directory()
         return command(spec=spec, progress=Progress(is_wanted=not quiet, with_reasons=with_reasons), **given)
 
     with_options = _applied(
@@ -133,12 +163,20 @@ def lease_options(command: Command) -> Command:
                 type=Duration(2.0, 3600.0),
                 help="How long the lease lasts without renewal: 2s to 1h.  [default: 60s]",
             ),
+            click.option(
+                "--private",
+                is_flag=True,
+                help="Coordinate only your own jobs, in a ledger that other users do not use.",
+            ),
             click.option("--uuids", is_flag=True, help="Name GPUs by UUID instead of by index."),
             click.option(
                 "--explain", "with_reasons", is_flag=True, help="While waiting, print the reason for every GPU."
             ),
             click.option("-q", "--quiet", is_flag=True, help="Print nothing while waiting."),
             endpoint_option,
+            click.option(
+                "--here", "is_here", is_flag=True, help="The endpoint's GPUs are this host's, as behind a tunnel."
+            ),
         ],
     )
     return requirements_options(with_options)

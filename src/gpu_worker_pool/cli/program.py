@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "leases": "List leases: who holds which GPU, and since when.",
     "release": "End a lease, or take a request out of the queue.",
     "explain": "Say GPU by GPU why a request would wait.",
+    "setup": "Let all users of this host share its GPUs (as root).",
     "serve": "Serve this host's GPUs over HTTP.",
     "doctor": "Check this host and its endpoints, and say how to fix problems.",
     "config": "Show every setting and where it came from.",

@@ -1,4 +1,4 @@
-"""Parses and prints quantities: 8GiB, 24GB, 90s, 5m, `0,2`. Errors show an example."""
+"""Parses and prints quantities: 8GiB, 8G, 24GB, 90s, 5m, `0,2`. Errors show an example."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+
+from gpu_worker_pool.wording import spoken_mb as spoken_mb
+from gpu_worker_pool.wording import spoken_seconds as spoken_seconds
 
 if TYPE_CHECKING:
     # Older versions of click have no types for these.
@@ -15,12 +18,20 @@ else:
     _Number = _Names = click.ParamType
 
 #: In the driver's MB, which are 2**20 bytes: `8000MB` means `memory_mb=8000`.
-_SIZES: Final = {"mb": 1.0, "mib": 1.0, "gb": 1000.0, "gib": 1024.0, "tb": 1_000_000.0, "tib": 1024.0**2}
+#: A letter alone is a power of 1024, as for docker and java.
+_SIZES: Final = (
+    {"m": 1.0, "mb": 1.0, "mib": 1.0}
+    | {"g": 1024.0, "gb": 1000.0, "gib": 1024.0}
+    | {"t": 1024.0**2, "tb": 1_000_000.0, "tib": 1024.0**2}
+)
 _DURATIONS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _NUMBER_AND_UNIT: Final = re.compile(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*", re.ASCII)
 _PERCENT: Final = re.compile(r"\s*(\d{1,3}(?:\.\d{1,6})?)\s*%?\s*", re.ASCII)
 #: Several parts such as 1m30s; each needs its unit.
 _PARTS: Final = re.compile(r"\s*(?:\d{1,12}(?:\.\d{1,6})?\s*[A-Za-z]+\s*){2,4}", re.ASCII)
+#: `1-3` or `endpoint:1-3`.
+_RANGE: Final = re.compile(r"(?P<endpoint>.*:)?(?P<first>\d{1,9})-(?P<last>\d{1,9})", re.ASCII)
+_WRITTEN_OUT_AT_MOST: Final = 16
 _LARGEST_MB: Final = 1e9
 _LONGEST_SECONDS: Final = 1e9
 
@@ -37,9 +48,9 @@ class MemorySize(_Number):
         unit = _SIZES.get(match[2].lower()) if match else None
         if match is None or (unit is None and match[2]):
             self.fail(f"{value!r} is not a memory size; write 8GiB, 24GB or 8000MB.", param, ctx)
-        if unit is None:
+        if unit is None and float(match[1]) > 0:
             self.fail(f"{value!r} has no unit; write {match[1]}GiB, {match[1]}GB or {match[1]}MB.", param, ctx)
-        size_mb = float(match[1]) * unit
+        size_mb = float(match[1]) * (unit or 0.0)
         if not 0 < size_mb <= _LARGEST_MB:
             self.fail(f"{value!r} is out of range; write a size such as 8GiB.", param, ctx)
         return size_mb
@@ -94,23 +105,25 @@ class GPUNames(_Names):
         if isinstance(value, tuple):
             return value
         names = tuple(name for name in re.split(r"[,\s]+", value) if name)
-        # Other users see them on their terminals.
-        if not names or any(len(name) > 80 or not (name.isascii() and name.isprintable()) for name in names):
+        if len(written_out := [each for name in names for each in _written_out(name)]) > len(names):
+            self.fail(f"{value!r} has a range, which is not understood; write {','.join(written_out)}.", param, ctx)
+        if not names or not all(map(_may_name_gpu, names)):
             self.fail(f"{value!r} does not name a GPU; write indices or UUIDs such as 0,2 or GPU-6ec5c1a2.", param, ctx)
         return names
 
 
-def spoken_seconds(seconds: float) -> str:
-    """7 s, 2 min 5 s, 3 h 20 min, 2 d 3 h."""
-    whole = max(int(seconds), 0)
-    for size, unit, part_size, part in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            rest = whole % size // part_size
-            return f"{whole // size} {unit} {rest} {part}" if rest else f"{whole // size} {unit}"
-    return f"{whole} s"
+def _written_out(name: str) -> list[str]:
+    """The GPUs of a range, if it is a short one; else the name itself."""
+    match = _RANGE.fullmatch(name)
+    if match is None:
+        return [name]
+    first, last = sorted((int(match["first"]), int(match["last"])))
+    if not 0 < last - first < _WRITTEN_OUT_AT_MOST:
+        return [name]
+    return [f"{match['endpoint'] or ''}{index}" for index in range(first, last + 1)]
 
 
-def spoken_mb(megabytes: float | None) -> str:
-    if megabytes is None:
-        return "?"
-    return f"{megabytes / 1024:.1f} GiB" if megabytes >= 1024 else f"{megabytes:.0f} MB"
+def _may_name_gpu(name: str) -> bool:
+    # Other users see it on their terminals. A dash without letters is what is left of a range.
+    is_dashed = "-" in name and not any(char.isalpha() for char in name.rpartition(":")[2])
+    return len(name) <= 80 and name.isascii() and name.isprintable() and not is_dashed

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.client.lease_thread import LeaseThread
     from gpu_worker_pool.core import Request
     from gpu_worker_pool.core.mirror import MirrorPool
+    from gpu_worker_pool.lease_variables import GPUNaming
     from gpu_worker_pool.leases.lease import HeldLease
     from gpu_worker_pool.models import GPUAssignment
 
@@ -46,12 +47,14 @@ class AssignedLeases:
         now: Callable[[], float],
         pool_id: Callable[[str], str],
         want_reading: Callable[[str], object],
+        gpu_names: GPUNaming,
         on_lease_lost: Callable[[GPUAssignment], object] | None,
     ) -> None:
         self._view = view
         self._now = now
         self._pool_id = pool_id
         self._want_reading = want_reading
+        self._gpu_names: GPUNaming = gpu_names
         self._callback = None if on_lease_lost is None else LossCallback(on_lease_lost)
         self._loop = asyncio.get_running_loop()
         #: In which the leases are renewed and released; there from the first endpoint on that gives leases.
@@ -95,6 +98,7 @@ class AssignedLeases:
             lease_id=held.lease_id,
             expires_at=now + timedelta(seconds=left_seconds),
             lease_health=held,
+            gpu_names=self._gpu_names,
         )
 
     # --- giving back ---

@@ -18,7 +18,7 @@ from gpu_worker_pool.client import pool_metrics, reports
 from gpu_worker_pool.client.coordination import Coordinator
 from gpu_worker_pool.client.default_endpoint import SERVER_DEFAULT, FirstThatAnswers
 from gpu_worker_pool.client.endpoints import EndpointManager
-from gpu_worker_pool.client.manager import WorkerPoolManager
+from gpu_worker_pool.client.manager import WorkerPoolManager, refused_when_awaited
 from gpu_worker_pool.client.monitor import GPUMonitor, MultiEndpointGPUMonitor, coming_back
 from gpu_worker_pool.client.same_gpus import SameGPUs
 from gpu_worker_pool.config import PoolConfig
@@ -77,6 +77,7 @@ class GPUWorkerPoolClient:
         endpoint_health_check_interval: float | None = None,
         coordination: str | None = None,
         lease_ttl: float | None = None,
+        gpu_names: str | None = None,
         api_key: str | None = None,
         allow_insecure_key: bool = False,
         on_lease_lost: Callable[[GPUAssignment], object] | None = None,
@@ -93,6 +94,7 @@ class GPUWorkerPoolClient:
         self._manager = WorkerPoolManager(
             settings=settings,
             worker_timeout=config.worker_timeout,
+            gpu_names=config.gpu_names,
             on_reading_wanted=self._wake,
             failing_endpoints=self._failing_endpoints,
         )
@@ -193,7 +195,7 @@ class GPUWorkerPoolClient:
 
     # --- GPUs ---
 
-    async def request_gpu(
+    def request_gpu(
         self,
         timeout: float | None = None,
         *,
@@ -207,17 +209,20 @@ class GPUWorkerPoolClient:
         priority: int = 0,
         policy: Policy = "thresholds",
         label: str | None = None,
-    ) -> GPUAssignment:
+    ) -> Coroutine[Any, Any, GPUAssignment]:
         """Wait for a GPU, or several of one host, and have it until `release_gpu`.
 
         Raises `WorkerTimeoutError` after `timeout` seconds (the client's `worker_timeout` if None), which is a
         `ServiceUnavailableError` too if no endpoint answered; `ImpossibleRequestError` at once if no GPU can ever
         serve it. From a server that gives leases it is one, renewed until it is released.
         """
-        requirements = make_requirements(
-            count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy
-        )
-        return await self._coordinator.assigner.acquire(requirements, timeout, label)
+        try:
+            requirements = make_requirements(
+                count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy
+            )
+        except ValueError as error:
+            return refused_when_awaited(error)
+        return self._coordinator.assigner.acquire(requirements, timeout, label)
 
     def release_gpu(self, assignment: GPUAssignment) -> Coroutine[Any, Any, None]:
         """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back or lost before."""

@@ -22,6 +22,7 @@ from gpu_worker_pool.config import LOCAL_ENDPOINT, is_loopback_url, is_private_u
 from gpu_worker_pool.core import Requirements
 from gpu_worker_pool.errors import ServiceRefusedError
 from gpu_worker_pool.forks import Forked
+from gpu_worker_pool.host_socket import socket_path
 from gpu_worker_pool.leases.http import HTTPLeaseService
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core import Explanation, Pool, PoolSettings, Waiter
     from gpu_worker_pool.leases.lease import LeaseService
     from gpu_worker_pool.leases.local import LocalLeaseService
+    from gpu_worker_pool.leases.unix_socket import SocketLeaseService
     from gpu_worker_pool.models import GPUAssignment, GPUStats, PoolStatus
 
 logger = logging.getLogger("gpu_worker_pool.coordination")
@@ -143,7 +145,7 @@ class Coordinator:
             on_lease_lost=on_lease_lost,
         )
         self._pool: LeasePool | None = None
-        self._local: LocalLeaseService | None = None
+        self._local: LocalLeaseService | SocketLeaseService | None = None
         #: By endpoint id: how its GPUs are assigned.
         self._kinds: dict[str, Kind] = {}
 
@@ -205,9 +207,17 @@ class Coordinator:
         client = http.client_for(config)
         return client if self._pool is None else FeatureDetectingClient(client, partial(self._decided, endpoint))
 
-    def _local_service(self, endpoint_id: str) -> LocalLeaseService:
-        if self._local is None:
-            # Imported here: a client that uses only servers does not need the code for hardware and ledgers.
+    def _local_service(self, endpoint_id: str) -> LocalLeaseService | SocketLeaseService:
+        if self._local is not None:
+            return self._local
+        # Imported here: a client that uses only servers does not need the code for hardware and ledgers.
+        if (path := socket_path(self._environ)) is not None:
+            from gpu_worker_pool.leases.unix_socket import SocketLeaseService
+
+            self._local = SocketLeaseService(
+                endpoint_id, path, timeout_seconds=self._timeout_seconds, environ=self._environ
+            )
+        else:
             from gpu_worker_pool.leases.local import LocalLeaseService, LocalSettings
 
             self._local = LocalLeaseService(endpoint_id, LocalSettings.from_environment(self._environ))
@@ -319,5 +329,5 @@ def _check_key(config: PoolConfig) -> None:
         if not is_private_url(endpoint.url):
             raise ValueError(
                 f"api_key would be sent to {endpoint.url} over plain http, where others can read it: use https://, or, "
-                "in a network you trust, allow_insecure_key=True"
+                "in a network you trust, pass allow_insecure_key=True"
             )

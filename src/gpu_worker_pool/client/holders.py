@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpu_worker_pool.core import Lease
+    from gpu_worker_pool.lease_variables import GPUNaming
     from gpu_worker_pool.leases.lease import HeldLease
     from gpu_worker_pool.models import WorkerInfo
 
@@ -58,11 +59,14 @@ class Holders(dict[str, Holder]):
         is_held: Callable[[Holder], bool],
         on_holder_gone: Callable[[Holder], object],
         is_outlived: Callable[[Holder], object] = lambda _: None,
+        *,
+        gpu_names: GPUNaming = "index",
     ) -> None:
         self._loop = loop
         self._is_held = is_held
         self._holder_gone = on_holder_gone
         self._is_outlived = is_outlived
+        self._gpu_names: GPUNaming = gpu_names
         self._on_dropped = self._dropped
         # Ids that no other pool gives, so that its assignments are not mistaken for ours.
         self._prefix = f"worker-{secrets.token_hex(3)}-"
@@ -88,7 +92,7 @@ class Holders(dict[str, Holder]):
     ) -> GPUAssignment:
         """What the worker gets, watched from now on; by default made from `lease`."""
         if assignment is None:
-            assignment = assignment_of(lease)
+            assignment = self._assignment_of(lease)
         holder = Holder(assignment, self._on_dropped)
         holder.lease = lease
         holder.held = held
@@ -137,10 +141,16 @@ class Holders(dict[str, Holder]):
             if (assignment.lease_id, assignment.fence) != (held.lease_id, held.fence):
                 raise InvalidAssignmentError(f"{assignment.worker_id} holds {held.shown}, not {assignment.lease_id}")
             return holder
-        mine = assignment_of(lease)
+        mine = self._assignment_of(lease)
         if assignment.gpu_ids != mine.gpu_ids or assignment.fence not in (None, mine.fence):
             raise InvalidAssignmentError(f"{assignment.worker_id} holds {shown(holder)}, not GPU {assignment.gpu_id}")
         return holder
+
+    def _assignment_of(self, lease: Lease) -> GPUAssignment:
+        endpoint_id, worker_id = lease.endpoint_id, lease.request.worker_id
+        return make_assignment(
+            endpoint_id, lease.held, worker_id, datetime.now(), fence=lease.fence, gpu_names=self._gpu_names
+        )
 
     def _dropped(self, holder: Holder) -> None:
         if self.get(holder.lease.request.worker_id) is not holder:
@@ -176,10 +186,6 @@ class Holders(dict[str, Holder]):
     def _finished(self, holder: Holder) -> None:
         if self.get(holder.lease.request.worker_id) is holder:  # and the pool has not stopped meanwhile
             self._holder_gone(holder)
-
-
-def assignment_of(lease: Lease) -> GPUAssignment:
-    return make_assignment(lease.endpoint_id, lease.held, lease.request.worker_id, datetime.now(), fence=lease.fence)
 
 
 def shown(holder: Holder) -> str:

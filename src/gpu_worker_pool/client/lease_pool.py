@@ -6,6 +6,7 @@ Runs in the client's event loop; the acquisitions run in the lease thread, which
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from gpu_worker_pool.client.refusals import MOST_GPUS_LISTED, Refusals
 from gpu_worker_pool.core import Ended, Request, RequestState, Waiter, explain_requirements
 from gpu_worker_pool.core.balancing import balancer_for
 from gpu_worker_pool.core.mirror import MirrorPool
+from gpu_worker_pool.core.origins import OWN_PROCESS
 from gpu_worker_pool.errors import (
     GPUWorkerPoolError,
     ImpossibleRequestError,
@@ -28,6 +30,7 @@ from gpu_worker_pool.errors import (
     WorkerTimeoutError,
 )
 from gpu_worker_pool.forks import leave_alone
+from gpu_worker_pool.hardware.origin import is_interactive, origin_of_this_process
 from gpu_worker_pool.leases.acquisition import Acquisition, Candidate
 from gpu_worker_pool.leases.lease import requirements_at, with_new_id
 
@@ -78,6 +81,7 @@ class LeasePool:
             now=lambda: manager.now,
             pool_id=config.pool_id,
             want_reading=want_reading,
+            gpu_names=config.gpu_names,
             on_lease_lost=on_lease_lost,
         )
         #: Endpoints that list only GPUs of other endpoints: two servers on one host would grant each GPU twice.
@@ -185,7 +189,7 @@ class LeasePool:
         _ = manager.pool  # raises if it cannot be used
         seconds = self._config.worker_timeout if timeout is None else checked_timeout(timeout)
         name = self._leases.new_worker_id()
-        request = Request(name, requirements, name, "", label, self._config.lease_ttl)
+        request = Request(name, requirements, name, "", label, self._config.lease_ttl, origin=origin_of_this_process())
         begun_at = manager.now
         thread = self.start_thread()
         while True:
@@ -260,7 +264,7 @@ class LeasePool:
         if requirements is None:
             named = ", ".join(request.requirements.only or ())
             return ImpossibleRequestError(reasons=(f"{name}: none of its GPUs is among {named}",))
-        if not requirements.share:  # a sharing request has only the thresholds that it sets itself
+        if requirements.has_default_thresholds:
             requirements = replace(
                 requirements,
                 memory_threshold=self._settings.memory_threshold_percent,
@@ -278,15 +282,18 @@ class LeasePool:
         return state is not None and state.is_answering
 
     def _report_blocked(self, request: Request) -> None:
-        if not (self._endpoints and pool_events.is_wanted()):
+        is_attended = is_interactive()
+        if not self._endpoints or not (is_attended or pool_events.is_wanted()):
             return
         acquisition = next((each for each, waiting in self._acquisitions.items() if waiting is request), None)
         if acquisition is None:
             return
         answers = (each.waiting for each in list(acquisition.requests.values()) if each.waiting is not None)
         why = "; ".join(reason for waiting in answers for reason in waiting.reasons[1:])
+        # A cell that is run again waits for what its first run holds: its user must see why.
+        level = logging.WARNING if is_attended and OWN_PROCESS in why else logging.INFO
         free = self.view.allocator.available(self._manager.now)
-        pool_events.blocked(request.worker_id, request.requirements, len(self.waiting) - 1, free, why)
+        pool_events.blocked(request.worker_id, request.requirements, len(self.waiting) - 1, free, why, level)
 
     def _stopped_error(self, request: Request, begun_at: float) -> Exception:
         ended = Ended(request.request_id, RequestState.STOPPED)
@@ -342,7 +349,8 @@ class LeasePool:
         return sorted(waiters, key=lambda waiter: waiter.order)
 
     def explain(self, requirements: Requirements) -> Explanation:
-        explained = explain_requirements(self.view, requirements, self._manager.now)
+        request = Request("", requirements, origin=origin_of_this_process())
+        explained = explain_requirements(self.view, requirements, self._manager.now, request)
         waiting = (request.requirements.priority for request in self._acquisitions.values())
         return replace(explained, position=1 + sum(priority >= requirements.priority for priority in waiting))
 

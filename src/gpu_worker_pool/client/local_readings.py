@@ -1,4 +1,4 @@
-"""Readings of this host's GPUs without a server, as a client's monitor fetches them from `local://`."""
+"""Readings of this host's GPUs, as a client's monitor fetches them from `local://`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from gpu_worker_pool.errors import PoolStoppedError, ServiceRetryableError
 from gpu_worker_pool.models import GPUInfo, GPUStats
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gpu_worker_pool.client.lease_thread import LeaseThread
+    from gpu_worker_pool.core.assignments import Lease
+    from gpu_worker_pool.hardware.samples import GPUReading, HostSample
     from gpu_worker_pool.leases.local import LocalLeaseService
+    from gpu_worker_pool.leases.unix_socket import SocketLeaseService
 
 
 class LocalReadings:
-    def __init__(self, service: LocalLeaseService, thread: LeaseThread) -> None:
+    def __init__(self, service: LocalLeaseService | SocketLeaseService, thread: LeaseThread) -> None:
         self.url = service.url
         self._service = service
         self._thread = thread
@@ -27,12 +32,18 @@ class LocalReadings:
     async def fetch(self) -> Fetched:
         begun = time.monotonic()
         try:
-            sample, gpus, leases = await asyncio.wrap_future(self._thread.do(self._service.readings))
+            found = await asyncio.wrap_future(self._thread.do(self._readings))
         except PoolStoppedError as error:  # says nothing about the readings
             raise ServiceRetryableError(str(error)) from error
+        if isinstance(found, Fetched):
+            return found
+        sample, gpus, leases = found
         # As a server would send them.
         body = summary_body(sample, gpus, promises_of(leases))
         rows = [GPUInfo(**row) for row in body.pop("gpus_summary")]
         age_seconds = max(boot_time() - sample.begun_at, 0.0)
         stats = GPUStats(**body, gpus_summary=rows, sample_age_seconds=age_seconds)
         return Fetched(stats, (), time.monotonic(), time.monotonic() - begun)
+
+    async def _readings(self) -> Fetched | tuple[HostSample, tuple[GPUReading, ...], Sequence[Lease]]:
+        return await self._service.readings()

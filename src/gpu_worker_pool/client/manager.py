@@ -20,7 +20,11 @@ from gpu_worker_pool.client import pool_events, pool_metrics
 from gpu_worker_pool.client.holders import Holder, Holders, shown_gpus
 from gpu_worker_pool.client.refusals import Refusals
 from gpu_worker_pool.clocks import LoopClock
-from gpu_worker_pool.config import EnvironmentConfigurationManager, MultiEndpointConfigurationManager
+from gpu_worker_pool.config import (
+    EnvironmentConfigurationManager,
+    MultiEndpointConfigurationManager,
+    validate_gpu_names,
+)
 from gpu_worker_pool.core import (
     ANY_GPU,
     Cancelled,
@@ -60,13 +64,14 @@ from gpu_worker_pool.errors import (
 from gpu_worker_pool.models import GPUAssignment, WorkerInfo, gpu_id_in_pool, make_global_gpu_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Coroutine, Iterable
     from types import TracebackType
 
     from gpu_worker_pool.clocks import Clock, Timer
     from gpu_worker_pool.config import ConfigurationManager
     from gpu_worker_pool.core import Effect, Event, Explanation
     from gpu_worker_pool.core.requirements import Policy
+    from gpu_worker_pool.lease_variables import GPUNaming
     from gpu_worker_pool.models import GPUStats, PoolStatus
 
 __all__ = ["StaleAssignmentError", "WorkerPoolManager", "WorkerTimeoutError"]
@@ -89,6 +94,7 @@ class WorkerPoolManager:
         settings: PoolSettings | None = None,
         worker_timeout: float | None = 300.0,
         max_assignment_age_seconds: float | None = None,
+        gpu_names: GPUNaming = "index",
         on_reading_wanted: Callable[[str], object] | None = None,
         failing_endpoints: Callable[[], str] = str,
         clock: Clock | None = None,
@@ -96,8 +102,9 @@ class WorkerPoolManager:
         """`settings` replaces `config`, and can set more. With `worker_timeout=None` requests wait for ever.
 
         `max_assignment_age_seconds` takes GPUs back from workers that have had them for longer, once readings show
-        them empty. It is off by default: training runs for days. `failing_endpoints` lists the endpoints that do not
-        answer, with their errors, for error messages.
+        them empty. It is off by default: training runs for days. `gpu_names` ("index" or "uuid"):
+        how `assignment.env` names GPUs. `failing_endpoints` lists the endpoints that do not answer, with their errors,
+        for error messages.
         """
         if settings is None:
             config = config or EnvironmentConfigurationManager()
@@ -118,6 +125,7 @@ class WorkerPoolManager:
         self._settings = settings
         self._worker_timeout = worker_timeout
         self._max_assignment_age_seconds = max_assignment_age_seconds
+        self._gpu_names: GPUNaming = validate_gpu_names(gpu_names)
         self._on_reading_wanted = on_reading_wanted
         self._refusals = Refusals(failing_endpoints)
         self._given_clock = clock
@@ -136,7 +144,7 @@ class WorkerPoolManager:
         self._answers: dict[str, asyncio.Future[Lease | Ended]] = {}
         self._workers: dict[str, tuple[Request, WorkerInfo, float]] = {}
         self._waiting_workers: set[str] = set()
-        self._holders = Holders(self._loop, self._is_held, self._holder_gone)
+        self._holders = Holders(self._loop, self._is_held, self._holder_gone, gpu_names=self._gpu_names)
         self._timer: Timer | None = None
         self._timer_at = 0.0
         #: Whether events are logged. Checked at each reading, not at each request, to save time.
@@ -197,7 +205,7 @@ class WorkerPoolManager:
 
     # ---- Requesting
 
-    async def request_gpu(
+    def request_gpu(
         self,
         timeout: float | None = None,
         *,
@@ -211,16 +219,19 @@ class WorkerPoolManager:
         priority: int = 0,
         policy: Policy = "thresholds",
         label: str | None = None,
-    ) -> GPUAssignment:
+    ) -> Coroutine[Any, Any, GPUAssignment]:
         """Wait for a GPU, or several on one host, and hold it until `release_gpu`.
 
         Raises `WorkerTimeoutError` after `timeout` seconds (the pool's `worker_timeout` if None),
         `ImpossibleRequestError` at once if no GPU can ever serve it, `PoolStoppedError` if the pool stops meanwhile.
         """
-        requirements = make_requirements(
-            count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy
-        )
-        return await self.acquire(requirements, timeout, label)
+        try:
+            requirements = make_requirements(
+                count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy
+            )
+        except ValueError as error:
+            return refused_when_awaited(error)
+        return self.acquire(requirements, timeout, label)
 
     async def acquire(self, requirements: Requirements, timeout: float | None, label: str | None) -> GPUAssignment:
         pool = self._pool
@@ -505,10 +516,17 @@ def readings_of(stats: GPUStats, endpoint_id: str = "") -> list[Reading]:
             fault=info.fault,
             # A count identifies the processes only when it is zero.
             processes=() if info.process_count == 0 else None,
+            unnamed_processes=info.process_count or 0,
+            has_unified_memory=info.unified_memory,
             is_leased_elsewhere=info.leased,
         )
         for info in stats.gpus_summary
     ]
+
+
+async def refused_when_awaited(error: ValueError) -> GPUAssignment:
+    """Not when it is called: a request among several in `asyncio.gather` must fail alone."""
+    raise error
 
 
 def checked_timeout(timeout: float) -> float:

@@ -21,11 +21,18 @@ def is_wanted() -> bool:
     return logger.isEnabledFor(logging.INFO)
 
 
-def blocked(worker_id: str, requirements: Requirements, others_waiting: int, free_gpus: int, why: str = "") -> None:
+def blocked(
+    worker_id: str,
+    requirements: Requirements,
+    others_waiting: int,
+    free_gpus: int,
+    why: str = "",
+    level: int = logging.INFO,
+) -> None:
     """`why`: the reasons GPU by GPU, if a server sent them."""
     reason = f"{free_gpus} GPUs are free, {others_waiting} others wait" + (f"; {why}" if why else "")
     extra = {"event": "blocked", "worker_id": worker_id, "reason": reason}
-    logger.info("%s waits for %s; %s", worker_id, requirements, reason, extra=extra)
+    logger.log(level, "%s waits for %s; %s", worker_id, requirements, reason, extra=extra)
 
 
 def assigned(lease: Lease, *, was_blocked: bool = True) -> None:

@@ -56,17 +56,18 @@ class Refusals:
                 f"no GPU in time for {who}: no GPU service answered{': ' if failing else ''}{failing}"
             )
         silent = f"\n  no answer from {failing}" if failing else ""
-        why_not = self._why_not(pool, request.requirements) if why_not is None else why_not
+        why_not = self._why_not(pool, request) if why_not is None else why_not
         return WorkerTimeoutError(f"no GPU in time for {who}:{why_not}{silent}")
 
-    def _why_not(self, pool: Pool, requirements: Requirements) -> str:
+    def _why_not(self, pool: Pool, request: Request) -> str:
+        requirements = request.requirements
         # Very many requests may time out at once; equal ones share one explanation.
         moment = (pool.now, pool.fence, len(pool.leases))
         if self._explained_at != moment:
             self._explained_at, self._explained = moment, {}
         text = self._explained.get(requirements)
         if text is None:
-            gpus = explain_requirements(pool, requirements, pool.now).gpus
+            gpus = explain_requirements(pool, requirements, pool.now, request).gpus
             shown = "".join(f"\n  {gpu}" for gpu in gpus[:MOST_GPUS_LISTED])
             more = f"\n  and {len(gpus) - MOST_GPUS_LISTED} more" if len(gpus) > MOST_GPUS_LISTED else ""
             text = self._explained[requirements] = f"{shown}{more}" if gpus else " there are no GPUs"

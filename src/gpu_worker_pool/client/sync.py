@@ -61,6 +61,7 @@ class GPUWorkerPoolClient:
         endpoint_health_check_interval: float | None = None,
         coordination: str | None = None,
         lease_ttl: float | None = None,
+        gpu_names: str | None = None,
         api_key: str | None = None,
         allow_insecure_key: bool = False,
         on_lease_lost: Callable[[GPUAssignment], object] | None = None,

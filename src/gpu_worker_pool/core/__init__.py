@@ -19,6 +19,7 @@ from gpu_worker_pool.core.events import Event as Event
 from gpu_worker_pool.core.events import GPUsVanished as GPUsVanished
 from gpu_worker_pool.core.events import HolderGone as HolderGone
 from gpu_worker_pool.core.events import Observed as Observed
+from gpu_worker_pool.core.events import Origin as Origin
 from gpu_worker_pool.core.events import PollAbandoned as PollAbandoned
 from gpu_worker_pool.core.events import QuarantineEnded as QuarantineEnded
 from gpu_worker_pool.core.events import Released as Released

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from heapq import nsmallest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.core.balancing import balancer_for
 from gpu_worker_pool.core.gpus import EndpointState, GPUResourceState
+from gpu_worker_pool.core.inside import obstacles_inside
 from gpu_worker_pool.core.obstacles import lasting_obstacles, obstacles, reading_obstacles
 from gpu_worker_pool.core.ranked import RankedSet
 from gpu_worker_pool.core.requirements import ANY_GPU
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from gpu_worker_pool.core.assignments import HeldGPU
+    from gpu_worker_pool.core.inside import Enclosure
     from gpu_worker_pool.core.readings import Reading
     from gpu_worker_pool.core.requirements import Requirements
     from gpu_worker_pool.core.settings import PoolSettings
@@ -38,6 +40,7 @@ class GPUAllocator:
         self.read_at = -math.inf
         self._balancer = balancer_for(settings.strategy)
         self._reading_max_age_seconds = settings.reading_max_age_seconds
+        #: Whether a request for any GPU is surely possible, so that `impossible` need not look.
         self._is_any_gpu_possible = min(settings.memory_threshold_percent, settings.utilization_threshold_percent) > 0
         #: The endpoints with a free GPU, as the balancing strategy ranks them; unused while there is only one.
         self._ranked: RankedSet[EndpointState] = RankedSet()
@@ -114,7 +117,12 @@ class GPUAllocator:
 
     # Rule 1: eligible
 
-    def is_eligible(self, gpu: GPUResourceState, requirements: Requirements, now: float) -> bool:
+    def is_eligible(
+        self, gpu: GPUResourceState, requirements: Requirements, now: float, around: Enclosure | None = None
+    ) -> bool:
+        """`around`: the lease inside which the request runs, to which the GPU belongs."""
+        if around is not None:
+            return next(obstacles_inside(gpu, requirements, around, self.settings, now), None) is None
         return next(obstacles(gpu, requirements, self.settings, now), None) is None
 
     def is_any_gpu(self, requirements: Requirements) -> bool:
@@ -158,18 +166,24 @@ class GPUAllocator:
         return endpoint.free.best()
 
     def best(
-        self, requirements: Requirements, candidates: Iterable[GPUResourceState], reserved: Collection[str], now: float
+        self,
+        requirements: Requirements,
+        candidates: Iterable[GPUResourceState],
+        reserved: Collection[str],
+        now: float,
+        around: Enclosure | None = None,
     ) -> tuple[GPUResourceState, ...] | None:
         """The best GPUs for any requirements, all of one endpoint; None if there are too few."""
         eligible: dict[EndpointState, list[GPUResourceState]] = {}
         for gpu in candidates:
-            if gpu.gpu_id not in reserved and self.is_eligible(gpu, requirements, now):
+            if gpu.gpu_id not in reserved and self.is_eligible(gpu, requirements, now, around):
                 eligible.setdefault(gpu.endpoint, []).append(gpu)
         able = [endpoint for endpoint, gpus in eligible.items() if len(gpus) >= requirements.count]
         if not able:
             return None
         endpoint = min(able, key=self._balancer.rank)
-        return tuple(nsmallest(requirements.count, eligible[endpoint], key=lambda gpu: gpu.rank))
+        rank = _rank_for_share if requirements.share else _rank_for_one
+        return tuple(nsmallest(requirements.count, eligible[endpoint], key=rank))
 
     # Grants and releases
 
@@ -192,7 +206,7 @@ class GPUAllocator:
             gpu.freed_at, gpu.readings_wanted = now, 0
             self.freed[gpu.gpu_id] = gpu
             if read_after is not None:
-                gpu.read_after = read_after
+                gpu.read_after = max(gpu.read_after, read_after)
             if not gpu.leases:
                 # Until it is read again: the last reading shows the holder's load.
                 gpu.baseline = before
@@ -257,6 +271,8 @@ class GPUAllocator:
             return
         gpu.reading = gpu.last_seen = reading
         gpu.is_gone = False
+        if reading.has_unified_memory and not reading.reports_processes:
+            self._is_any_gpu_possible = False  # nothing may ever show that this one is free
         gpu.index = reading.index
         memory, utilization = reading.memory_usage_percent, reading.utilization_percent
         gpu.usage_percent = (100.0 if memory is None else memory) + (100.0 if utilization is None else utilization)
@@ -265,7 +281,7 @@ class GPUAllocator:
         gpu.is_usable = (
             not reading.is_leased_elsewhere
             and next(lasting_obstacles(reading, ANY_GPU, self.settings), None) is None
-            and next(reading_obstacles(reading, reading.processes, ANY_GPU, self.settings), None) is None
+            and next(reading_obstacles(reading, ANY_GPU, self.settings), None) is None
         )
 
     def _index(self, gpu: GPUResourceState) -> None:
@@ -282,3 +298,13 @@ class GPUAllocator:
                 self._ranked.put(self._balancer.rank(endpoint))
             else:
                 self._ranked.discard(endpoint)
+
+
+def _rank_for_one(gpu: GPUResourceState) -> tuple[Any, ...]:
+    return gpu.rank
+
+
+def _rank_for_share(gpu: GPUResourceState) -> tuple[Any, ...]:
+    """Rule 3 for shares: fill the GPU with the least memory left, and leave GPUs that no request shares to the last."""
+    left_mb = gpu.memory_left_mb() if gpu.leases else math.inf
+    return (math.inf if left_mb is None else left_mb, *gpu.rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpu_worker_pool.core.inside import enclosure_of, holds_back_later
 from gpu_worker_pool.core.reservation import can_judge, gpus_to_await, gpus_to_reserve
 
 if TYPE_CHECKING:
@@ -24,7 +25,12 @@ def assign(pool: Pool, now: float) -> None:
     #: GPUs that later waiters cannot have.
     withheld: set[str] = set()
     overtaken: list[Waiter] = []
+    #: Leases inside which an earlier waiter has waited long enough: later ones inside them wait for it.
+    held_back: set[str] = set()
     for request_class, waiter in pool.queue.heads():
+        if request_class.within is not None:
+            _serve_inside(pool, request_class, waiter, held_back, now)
+            continue
         gpus = _choose(pool, request_class, withheld, now) if pool.improved or not request_class.tried else None
         if gpus is not None:
             pool.grant_waiter(waiter, gpus, now)
@@ -40,9 +46,30 @@ def assign(pool: Pool, now: float) -> None:
     pool.improved.clear()
 
 
+def _serve_inside(pool: Pool, request_class: RequestClass, waiter: Waiter, held_back: set[str], now: float) -> None:
+    """Serve the head of a class inside a lease, if that lease has what it needs."""
+    within = request_class.within
+    assert within is not None
+    around = enclosure_of(pool.leases, within)
+    if around is None:
+        pool.reject_inside(within, now)
+    elif within not in held_back:
+        gpus = pool.leases.gpus_of(around.lease)
+        chosen = pool.allocator.best(request_class.requirements, gpus, (), now, around)
+        if chosen is not None:
+            pool.grant_waiter(waiter, chosen, now)
+        elif holds_back_later(gpus, waiter, around, pool.settings, now):
+            held_back.add(within)
+
+
 def _serve(pool: Pool, request_class: RequestClass, now: float) -> None:
     """The same for a single request class, the usual case, in which no waiter can be overtaken."""
-    while request_class.waiters:
+    while request_class.waiters and request_class.within is not None:
+        waiter = request_class.head
+        _serve_inside(pool, request_class, waiter, set(), now)
+        if request_class.waiters and request_class.head is waiter:
+            break
+    while request_class.waiters and request_class.within is None:
         gpus = pool.allocator.best_free((), now) if request_class.is_any_gpu else _choose(pool, request_class, (), now)
         if gpus is None:
             request_class.tried = True

@@ -68,8 +68,13 @@ class Lease:
         return self.request.requirements.share
 
     @property
+    def within(self) -> str | None:
+        """The lease inside which it was granted."""
+        return self.request.within
+
+    @property
     def worker(self) -> str:
-        """Its holder's name in explanations to others."""
+        """The id of its worker; `name_of` makes its name for people."""
         return self.request.worker_id or self.request.request_id
 
     def moved(self, target: LeaseState, **changes: Any) -> Lease:
@@ -89,19 +94,66 @@ class WorkerAssignmentTracker:
         #: Read-only outside: `assign` and `release` change it.
         self.by_id: dict[str, Lease] = {}
         self._gpus = gpus
+        #: Leases inside a lease, by the id of that lease; read-only outside. Empty for most pools, which then skip all
+        #: that concerns them.
+        self.inner: dict[str, dict[str, Lease]] = {}
 
     def assign(self, lease: Lease) -> None:
         """Add a lease, or replace it by its new version."""
         lease_id = lease.lease_id
         self.by_id[lease_id] = lease
-        for gpu_id in lease.gpu_ids:
-            self._gpus[gpu_id].leases[lease_id] = lease
+        if lease.request.within is None:
+            for gpu_id in lease.gpu_ids:
+                self._gpus[gpu_id].leases[lease_id] = lease
+        else:
+            self.inner.setdefault(lease.request.within, {})[lease_id] = lease
+            self._place(lease)
+        if self.inner:
+            for inner in self.inside(lease_id):
+                self._place(inner)
 
     def release(self, lease: Lease) -> None:
         lease_id = lease.lease_id
         del self.by_id[lease_id]
-        for gpu_id in lease.gpu_ids:
-            del self._gpus[gpu_id].leases[lease_id]
+        if lease.request.within is None:
+            for gpu_id in lease.gpu_ids:
+                del self._gpus[gpu_id].leases[lease_id]
+        else:
+            for gpu_id in lease.gpu_ids:
+                gpu = self._gpus[gpu_id]
+                if gpu.leases.pop(lease_id, None) is None:
+                    del gpu.inner_leases[lease_id]
+            beside = self.inner[lease.request.within]
+            del beside[lease_id]
+            if not beside:
+                del self.inner[lease.request.within]
+        if self.inner:
+            for inner in self.inside(lease_id):
+                self._place(inner)
+
+    def _place(self, inner: Lease) -> None:
+        """A lease stands for those inside it. One that an older version left behind alone stands for itself."""
+        enclosing = self.enclosing(inner)
+        for gpu_id in inner.gpu_ids:
+            gpu = self._gpus[gpu_id]
+            is_covered = enclosing is not None and gpu_id in enclosing.gpu_ids
+            before, after = (gpu.leases, gpu.inner_leases) if is_covered else (gpu.inner_leases, gpu.leases)
+            before.pop(inner.lease_id, None)
+            after[inner.lease_id] = inner
+
+    def inside(self, lease_id: str) -> list[Lease]:
+        """The leases right inside this one."""
+        return list(self.inner.get(lease_id, {}).values())
+
+    def enclosing(self, lease: Lease) -> Lease | None:
+        """The lease around this one; None if there is none."""
+        return None if lease.request.within is None else self.by_id.get(lease.request.within)
+
+    def outermost(self, lease: Lease) -> Lease:
+        """The lease around all those around this one; the lease itself if there is none."""
+        while (enclosing := self.enclosing(lease)) is not None:
+            lease = enclosing
+        return lease
 
     def lookup(self, lease_id: str) -> Lease | None:
         return self.by_id.get(lease_id)

@@ -14,6 +14,19 @@ if TYPE_CHECKING:
 
 
 @record
+class Origin:
+    """Where a request comes from, for others to read: they see who holds a GPU, and who waits."""
+
+    user: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    #: The name of a script or a program, never its arguments.
+    program: str | None = None
+    #: Whether the kernel vouches for the user and the pid; otherwise it is only what the client said.
+    is_verified: bool = False
+
+
+@record
 class Request:
     """Who requests what. A request that is repeated under its id must be equal."""
 
@@ -30,6 +43,10 @@ class Request:
     account: str = ""
     #: The requesting process, where other processes of its host can see whether it is still there (rule 10).
     process: str = ""
+    #: Not compared: the process that polls may be another one each time. What the first poll said is kept.
+    origin: Origin | None = field(default=None, compare=False)
+    #: The lease inside which it runs, and which it divides with the other requests inside it; None: outside any.
+    within: str | None = None
 
 
 @record

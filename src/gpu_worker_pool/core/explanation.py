@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from gpu_worker_pool.core.inside import enclosure_of, holds_back_later, obstacles_inside
 from gpu_worker_pool.core.obstacles import Obstacle, ObstacleKind, obstacles
+from gpu_worker_pool.core.origins import name_of, own_process
 from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.record import record
 from gpu_worker_pool.core.reservation import gpus_to_await
 
 if TYPE_CHECKING:
+    from gpu_worker_pool.core.events import Request
+    from gpu_worker_pool.core.inside import Enclosure
     from gpu_worker_pool.core.pool import Pool
     from gpu_worker_pool.core.requirements import Requirements
+
+#: How many outsiders a summary names.
+MOST_NAMED = 2
 
 
 @record
@@ -41,6 +48,8 @@ class Explanation:
     verdict: str
     #: Whether its place in the queue matters.
     is_queued: bool
+    #: The lease inside which it runs; its place is that among the requests inside it.
+    within: str | None = None
 
     @property
     def summary(self) -> str:
@@ -52,7 +61,8 @@ class Explanation:
         place = ""
         if self.is_queued:
             place = "next in line; " if position == 1 else f"number {position} in line; "
-        return f"{self.requirements}: {place}{self.verdict}"
+        where = "" if self.within is None else f", inside {self.within}"
+        return f"{self.requirements}{where}: {place}{self.verdict}"
 
     def __str__(self) -> str:
         return "\n".join([self.summary, *(f"  {gpu}" for gpu in self.gpus)])
@@ -63,32 +73,58 @@ def explain(pool: Pool, request_id: str, now: float) -> Explanation | None:
     waiter = pool.requests.get(request_id)
     if not isinstance(waiter, Waiter):
         return None
-    return _explain(pool, waiter.request.requirements, waiter, max(now, pool.now))
+    request = waiter.request
+    return _explain(pool, request.requirements, request.within, waiter, request, max(now, pool.now))
 
 
-def explain_requirements(pool: Pool, requirements: Requirements, now: float) -> Explanation:
-    """Why a request with these requirements would wait now."""
-    return _explain(pool, requirements, None, max(now, pool.now))
+def explain_requirements(
+    pool: Pool, requirements: Requirements, now: float, request: Request | None = None, within: str | None = None
+) -> Explanation:
+    """Why a request with these requirements would wait now.
+
+    `request` says which process would make it; `within`: the lease inside which it would run.
+    """
+    return _explain(pool, requirements, within, None, request, max(now, pool.now))
 
 
-def _explain(pool: Pool, requirements: Requirements, waiter: Waiter | None, now: float) -> Explanation:
+def _explain(
+    pool: Pool,
+    requirements: Requirements,
+    within: str | None,
+    waiter: Waiter | None,
+    request: Request | None,
+    now: float,
+) -> Explanation:
     order = (-requirements.priority, pool.ticket + 1) if waiter is None else waiter.order
-    position = pool.queue.position(order)
+    position = pool.queue.position(order, within)
     waiting_seconds = 0.0 if waiter is None else now - waiter.enqueued_at
-    withheld = _withheld(pool, order, now)
+    around = None if within is None else enclosure_of(pool.leases, within)
+    if within is None:
+        withheld, candidates = _withheld(pool, order, now), list(pool.allocator.gpus.values())
+    else:
+        candidates = [] if around is None else pool.leases.gpus_of(around.lease)
+        withheld = {} if around is None else _withheld_inside(pool, around, order, now)
 
     gpus = []
-    for gpu in pool.allocator.gpus.values():
+    for gpu in candidates:
         if (gpu.is_gone or gpu.last_seen is None) and not gpu.leases:
             continue  # not seen since this process began, and without a lease
-        found = list(obstacles(gpu, requirements, pool.settings, now))
+        found = list(
+            obstacles(gpu, requirements, pool.settings, now, request)
+            if around is None
+            else obstacles_inside(gpu, requirements, around, pool.settings, now, request)
+        )
         if gpu.gpu_id in withheld:
             found.append(Obstacle(ObstacleKind.RESERVED, f"reserved for {withheld[gpu.gpu_id]}"))
         name = gpu.last_seen.name if gpu.last_seen is not None else None
         gpus.append(GPUExplanation(gpu.gpu_id, gpu.endpoint.endpoint_id, name, tuple(found)))
-    impossible = pool.allocator.impossible(requirements)
+    impossible = pool.impossible(requirements, within)
     verdict, is_queued = _verdict(pool, requirements, gpus, impossible)
-    return Explanation(requirements, position, waiting_seconds, tuple(gpus), impossible, verdict, is_queued)
+    own = sum(any(obstacle.is_own for obstacle in gpu.obstacles) for gpu in gpus)
+    if own and is_queued and request is not None:
+        what = "it" if len(gpus) == 1 else f"{own} of them"
+        verdict += f"; {own_process(request)} holds {what}: release {'it' if own == 1 else 'them'} first"
+    return Explanation(requirements, position, waiting_seconds, tuple(gpus), impossible, verdict, is_queued, within)
 
 
 def _withheld(pool: Pool, order: tuple[int, int], now: float) -> dict[str, str]:
@@ -97,12 +133,26 @@ def _withheld(pool: Pool, order: tuple[int, int], now: float) -> dict[str, str]:
     for request_class, earlier in pool.queue.heads():
         if earlier.order >= order:
             break
+        if request_class.within is not None:
+            continue
+        name = name_of(earlier.request, pool.settings.host)
         for gpu_id in gpus_to_await(pool.allocator, request_class.requirements, now):
-            withheld[gpu_id] = f"{earlier.worker}, which is ahead of you, until it is read again"
+            withheld[gpu_id] = f"{name}, which is ahead of you, until it is read again"
         if earlier is pool.reserved_for:
             for gpu_id in earlier.reserved:
-                withheld[gpu_id] = f"{earlier.worker}, which has waited longer"
+                withheld[gpu_id] = f"{name}, which has waited longer"
     return withheld
+
+
+def _withheld_inside(pool: Pool, around: Enclosure, order: tuple[int, int], now: float) -> dict[str, str]:
+    """The same for a request inside a lease: all its GPUs, once an earlier one inside it has waited long enough."""
+    gpus = pool.leases.gpus_of(around.lease)
+    for earlier in pool.queue.inside(around.lease.lease_id):
+        if earlier.order >= order:
+            break
+        if holds_back_later(gpus, earlier, around, pool.settings, now):
+            return {gpu.gpu_id: f"{earlier.worker}, which has waited longer" for gpu in gpus}
+    return {}
 
 
 def _verdict(
@@ -117,8 +167,19 @@ def _verdict(
     most = max(free.values(), default=0)
     if most >= requirements.count:
         return "could be granted now", False
-    why = Counter(gpu.obstacles[0].kind for gpu in gpus if gpu.obstacles)
-    reasons = ", ".join(f"{number} {kind.name.lower().replace('_', ' ')}" for kind, number in why.most_common())
+    first = [gpu.obstacles[0] for gpu in gpus if gpu.obstacles]
+    why = Counter(obstacle.kind for obstacle in first)
+    reasons = ", ".join(f"{number} {_kind_in_words(kind, first)}" for kind, number in why.most_common())
     together = " on one endpoint" if len(pool.allocator.endpoints) > 1 else ""
     lacking = f"{most} of {requirements.count} free{together}; " if requirements.count > 1 else ""
     return f"{lacking}of {len(gpus)} {'GPU' if len(gpus) == 1 else 'GPUs'}: {reasons}", True
+
+
+def _kind_in_words(kind: ObstacleKind, found: list[Obstacle]) -> str:
+    """Outsiders are named, because a person may want to talk to them."""
+    if kind is ObstacleKind.UNEXPLAINED_MEMORY:
+        return "in use by no visible process"
+    names = list(dict.fromkeys(each.process for each in found if each.kind is kind and each.process is not None))
+    if not names:
+        return kind.name.lower().replace("_", " ")
+    return f"in use by {', '.join(names[:MOST_NAMED])}{' and others' if len(names) > MOST_NAMED else ''}"

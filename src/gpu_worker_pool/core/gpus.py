@@ -10,10 +10,8 @@ from gpu_worker_pool.core.assignments import HeldGPU
 from gpu_worker_pool.core.ranked import RankedSet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from gpu_worker_pool.core.assignments import Lease
-    from gpu_worker_pool.core.readings import ProcessReading, Reading
+    from gpu_worker_pool.core.readings import Reading
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -59,8 +57,10 @@ class GPUResourceState:
     baseline: HeldGPU = field(init=False)
     #: Whether a request for any GPU could have it, by its reading alone.
     is_usable: bool = False
-    #: All leases on it: held, offered and in quarantine.
+    #: All leases on it: held, offered and in quarantine. Each stands for those inside it.
     leases: dict[str, Lease] = field(default_factory=dict)
+    #: The leases inside those.
+    inner_leases: dict[str, Lease] = field(default_factory=dict)
     #: When the last lease on it ended, and how many readings were requested since (rule 8).
     freed_at: float = -math.inf
     readings_wanted: int = 0
@@ -108,17 +108,9 @@ class GPUResourceState:
         declared = sum(lease.request.requirements.memory_mb or math.inf for lease in self.leases.values())
         return reading.memory_total_mb - max(reading.memory_used_mb, used_before + declared)
 
-    def foreign_processes(self) -> Iterable[ProcessReading] | None:
-        """Processes that belong to no holder: on a held GPU, those that were there before the first holder."""
-        reading = self.reading
-        if reading is None or reading.processes is None:
-            return None
-        if not self.leases:
-            return reading.processes
-        before = self._first_held().processes
-        if before is None:
-            return None
-        return [process for process in reading.processes if process.identity in before]
+    def before_leases(self) -> HeldGPU | None:
+        """Its state before the first of its holders; None without a lease."""
+        return self._first_held() if self.leases else None
 
     def _first_held(self) -> HeldGPU:
         first = min(self.leases.values(), key=lambda lease: lease.fence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from gpu_worker_pool.core.inside import enclosure_of, holds_back_later
 from gpu_worker_pool.core.moves import LeaseState, RequestState
 from gpu_worker_pool.core.requirements import ANY_GPU
 from gpu_worker_pool.core.reservation import gpus_to_await
@@ -22,6 +23,7 @@ def must(is_so: object, otherwise: str) -> None:
 def check_invariants(pool: Pool) -> None:
     """Raises AssertionError for the first invariant that is violated."""
     _check_leases(pool)
+    _check_inner_leases(pool)
     _check_requests(pool)
     _check_queue(pool)
     _check_index(pool)
@@ -32,7 +34,7 @@ def check_invariants(pool: Pool) -> None:
 def _check_leases(pool: Pool) -> None:
     """No GPU is granted twice."""
     for gpu in pool.allocator.gpus.values():
-        for lease in gpu.leases.values():
+        for lease in (*gpu.leases.values(), *gpu.inner_leases.values()):
             must(pool.leases.lookup(lease.lease_id) is lease, f"{gpu} and the pool disagree about {lease.lease_id}")
         is_shared_by_all = all(lease.is_shareable for lease in gpu.leases.values())
         must(len(gpu.leases) <= 1 or is_shared_by_all, f"{gpu} is granted twice")
@@ -43,10 +45,29 @@ def _check_leases(pool: Pool) -> None:
         must(len(set(lease.gpu_ids)) == lease.request.requirements.count, f"{lease} has the wrong number of GPUs")
         gpus = [pool.allocator.gpus[gpu_id] for gpu_id in lease.gpu_ids]
         must(lease.gpu_ids == tuple(held.gpu_id for held in lease.held), f"{lease} names other GPUs than it has")
-        must(all(gpu.leases.get(lease.lease_id) is lease for gpu in gpus), f"{lease} is not on its GPU")
+        is_inner = pool.leases.enclosing(lease) is not None
+        on_them = [gpu.inner_leases if is_inner else gpu.leases for gpu in gpus]
+        must(all(on_it.get(lease.lease_id) is lease for on_it in on_them), f"{lease} is not on its GPU")
         must({gpu.endpoint.endpoint_id for gpu in gpus} == {lease.endpoint_id}, f"{lease} spans endpoints")
-    on_gpus = {lease_id for gpu in pool.allocator.gpus.values() for lease_id in gpu.leases}
+    on_gpus = {lease_id for gpu in pool.allocator.gpus.values() for lease_id in (*gpu.leases, *gpu.inner_leases)}
     must(on_gpus == {lease.lease_id for lease in pool.leases}, "a GPU has a lease that has ended")
+
+
+def _check_inner_leases(pool: Pool) -> None:
+    """No GPU of a lease is granted twice inside it."""
+    for inner in pool.leases:
+        around = pool.leases.enclosing(inner)
+        if around is None:
+            continue
+        must(set(inner.gpu_ids) <= set(around.gpu_ids), f"{inner} has GPUs that the lease around it has not")
+        must(around.state is not LeaseState.OFFERED, f"{inner} is inside a lease that its client does not know")
+        must(inner in pool.leases.inside(around.lease_id), f"{around} does not know {inner}")
+        for gpu in pool.leases.gpus_of(inner):
+            beside = [each for each in gpu.inner_leases.values() if each.within == inner.within]
+            must(len(beside) == 1 or all(each.is_shareable for each in beside), f"{gpu} is granted twice inside")
+    for waiter in pool.queue.in_order():
+        within = waiter.request.within
+        must(within is None or enclosure_of(pool.leases, within), f"{waiter} waits inside a lease that is not held")
 
 
 def _check_requests(pool: Pool) -> None:
@@ -69,11 +90,16 @@ def _check_queue(pool: Pool) -> None:
         tickets = [waiter.ticket for waiter in request_class.waiters.values()]
         must(tickets == sorted(tickets), "a request class is out of order")
         must(
-            all(waiter.request.requirements == request_class.requirements for waiter in request_class.waiters.values()),
+            all(
+                (waiter.request.requirements, waiter.request.within)
+                == (request_class.requirements, request_class.within)
+                for waiter in request_class.waiters.values()
+            ),
             "a waiter is in the wrong request class",
         )
         must(
-            request_class.is_any_gpu == pool.allocator.is_any_gpu(request_class.requirements),
+            request_class.is_any_gpu
+            == (request_class.within is None and pool.allocator.is_any_gpu(request_class.requirements)),
             f"{request_class.requirements} are not what their request class says",
         )
     must(
@@ -90,7 +116,7 @@ def _check_queue(pool: Pool) -> None:
     must(not pool.improved and not pool.has_new_class, "a waiter was not tried")
     for waiter in pool.queue.in_order():
         must(
-            waiter.request_class is pool.queue.request_class(waiter.request.requirements)
+            waiter.request_class is pool.queue.request_class(waiter.request.requirements, waiter.request.within)
             and waiter.state is RequestState.WAITING,
             f"{waiter} has ended and still waits",
         )
@@ -129,8 +155,18 @@ def _check_nothing_forgotten(pool: Pool) -> None:
     """No lost wake-up: no request waits that could be served."""
     allocator, reserved_for = pool.allocator, pool.reserved_for
     withheld: set[str] = set()
+    held_back: set[str] = set()
     for waiter in pool.queue.in_order():
-        requirements = waiter.request.requirements
+        requirements, within = waiter.request.requirements, waiter.request.within
+        if within is not None:
+            around = enclosure_of(pool.leases, within)
+            if around is not None and within not in held_back:
+                gpus = pool.leases.gpus_of(around.lease)
+                found = allocator.best(requirements, gpus, (), pool.now, around)
+                must(found is None, f"{waiter.request.request_id} waits although it could have {found} inside {within}")
+                if holds_back_later(gpus, waiter, around, pool.settings, pool.now):
+                    held_back.add(within)
+            continue
         found = allocator.best(requirements, allocator.gpus.values(), withheld, pool.now)
         must(found is None, f"{waiter.request.request_id} waits although it could have {found}")
         withheld.update(gpus_to_await(allocator, requirements, pool.now))

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.queue import Waiter
 
 
+#: The quarantine of a lease that its holder released while others are held inside it.
+RELEASED_AROUND_OTHERS = "it was released while leases inside it are held"
+
+
 def check_requested(pool: Pool, event: Requested, now: float) -> None:
     request = event.request
     if request.ttl_seconds is not None and not 0 < request.ttl_seconds < math.inf:
@@ -49,6 +53,8 @@ def check_released(pool: Pool, event: Released, now: float) -> None:
     if lease is not None:
         if event.by is not None or event.fence is not None:
             _check_holder(pool, event, now)
+        if lease.quarantine is not None and lease.quarantine.reason == RELEASED_AROUND_OTHERS:
+            return  # releasing twice is harmless
         if lease.expires_at is not None or lease.quarantine is not None:
             _check_not_lost(pool, lease, now)
         return

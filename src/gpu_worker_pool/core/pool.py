@@ -32,6 +32,7 @@ from gpu_worker_pool.core.events import (
     Unreachable,
 )
 from gpu_worker_pool.core.evidence import trace_of
+from gpu_worker_pool.core.inside import enclosure_of, has_ended, impossible_inside
 from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, IllegalMoveError, LeaseState, RequestState
 from gpu_worker_pool.core.queue import RequestClass, Waiter, WorkerQueue
 from gpu_worker_pool.core.remembered import Outcome, RememberedOutcomes
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.events import Request
     from gpu_worker_pool.core.gpus import GPUResourceState
     from gpu_worker_pool.core.replication import Counters, GPUHistory
+    from gpu_worker_pool.core.requirements import Requirements
 
     Handler = Callable[["Pool", Any, float], None]
 
@@ -165,8 +167,7 @@ class Pool:
                 if lease.state is LeaseState.OFFERED:
                     self._end_lease(lease, LeaseState.RECLAIMED, now, "it was not claimed in time")
                 elif lease.state is HELD:
-                    quarantined_until = now + self.settings.quarantine_seconds
-                    self._quarantine(lease, "its lease was not renewed in time", quarantined_until, now)
+                    self._lose(lease, "its lease was not renewed in time", self.settings.quarantine_seconds, now)
                 else:
                     self._review(lease, now)
         return has_run
@@ -204,6 +205,10 @@ class Pool:
         if len(gpus) > 1 or gpu.leases:
             held = tuple([gpu.baseline_now() for gpu in gpus])
             gpu_ids = tuple([gpu.gpu_id for gpu in gpus])
+        if request.within is not None:
+            # The state before the lease around it: what was there then is neither its own nor that of its neighbours.
+            before = {each.gpu_id: each for each in self.leases.by_id[request.within].held}
+            held = tuple([before[gpu_id] for gpu_id in gpu_ids])
         endpoint_id = gpu.endpoint.endpoint_id
         lease_id = f"lease-{fence}"
         lease = Lease(
@@ -211,7 +216,8 @@ class Pool:
         )
         self.requests[request.request_id] = lease
         self.leases.assign(lease)
-        self.allocator.granted(gpus, fence)
+        if request.within is None:
+            self.allocator.granted(gpus, fence)
         if expires_at is not None:
             self.set_lease_timer(lease)
         self._effects.append(Granted(lease))
@@ -230,6 +236,10 @@ class Pool:
             self.queue.remove(waiter)
             self.timers.clear("waiter", waiter.request.request_id)
             # What was reserved or awaited for it may serve another now.
+            if (within := waiter.request.within) is not None:
+                if (enclosing := self.leases.lookup(within)) is not None:
+                    self.improve(enclosing.gpu_ids)
+                return
             self.improved.update(self.allocator.freed)
             if waiter is self.reserved_for:
                 self.improve(waiter.reserved)
@@ -256,38 +266,50 @@ class Pool:
                 return
             self.outcomes.forget(known)
         self.ticket += 1
-        requirements = request.requirements
+        requirements, within = request.requirements, request.within
         is_alone = not queue.waiting
         if is_alone:
             # No waiter can be overtaken: serve it at once, if a GPU is eligible.
-            if requirements is ANY_GPU or allocator.is_any_gpu(requirements):
+            gpus: tuple[GPUResourceState, ...] | None = None
+            if within is not None:
+                if (around := enclosure_of(self.leases, within)) is not None:
+                    gpus = allocator.best(requirements, self.leases.gpus_of(around.lease), (), now, around)
+            elif requirements is ANY_GPU or allocator.is_any_gpu(requirements):
                 gpus = allocator.best_free((), now)
             else:
                 gpus = allocator.best(requirements, allocator.gpus.values(), (), now)
             if gpus is not None:
                 self._grant(request, now, None, gpus, now, event.poll_id)  # its client is polling
                 return
-        waiter = Waiter(request, self.ticket, now, event.deadline, may_reserve=event.may_reserve, poll_id=event.poll_id)
+        may_reserve = event.may_reserve and within is None
+        waiter = Waiter(request, self.ticket, now, event.deadline, may_reserve=may_reserve, poll_id=event.poll_id)
         if event.poll_deadline is not None:
             self._set_poll(waiter, event, now)
-        reasons = allocator.impossible(requirements)
+        reasons = self.impossible(requirements, within)
         if reasons:
             self._end_request(waiter, RequestState.REJECTED, now, reasons)
             return
-        request_class = queue.request_class(requirements)
+        request_class = queue.request_class(requirements, within)
         if request_class is None:
-            request_class = RequestClass(requirements, is_any_gpu=allocator.is_any_gpu(requirements))
+            is_any_gpu = within is None and allocator.is_any_gpu(requirements)
+            request_class = RequestClass(requirements, within, is_any_gpu=is_any_gpu)
             request_class.tried = is_alone
             self.has_new_class = not is_alone
         queue.enqueue(waiter, request_class)
         self.requests[request.request_id] = waiter
         self.set_waiter_timer(waiter)
 
+    def impossible(self, requirements: Requirements, within: str | None) -> tuple[str, ...]:
+        """Why this can never be granted; `within`: the lease inside which the request runs."""
+        if within is None:
+            return self.allocator.impossible(requirements)
+        return impossible_inside(self.leases, requirements, within)
+
     def _polled_again(self, known: Waiter | Lease | Outcome, event: Requested, now: float) -> None:
         if isinstance(known, Waiter):
             # Perhaps another process accepted it, and sees GPUs that this one does not.
             known.is_replicated = False
-            if reasons := self.allocator.impossible(known.request.requirements):
+            if reasons := self.impossible(known.request.requirements, known.request.within):
                 self._end_request(known, RequestState.REJECTED, now, reasons)
                 return
             self._set_poll(known, event, now)
@@ -310,7 +332,8 @@ class Pool:
             # The client is polling now, however long its request was on the way.
             waiter.poll_deadline = max(event.poll_deadline, now)
             waiter.gives_up_at = waiter.poll_deadline + self.settings.queue_ttl_seconds
-        waiter.may_reserve, waiter.poll_id = event.may_reserve, event.poll_id
+        waiter.may_reserve = event.may_reserve and waiter.request.within is None
+        waiter.poll_id = event.poll_id
         if waiter is self.reserved_for and not waiter.may_reserve:
             self.improve(waiter.reserved)
             self.reserve(waiter, ())
@@ -328,7 +351,7 @@ class Pool:
         if isinstance(known, Waiter):
             self._end_request(known, RequestState.CANCELLED, now)
         elif isinstance(known, Lease) and known.is_live:
-            self._end_lease(known, RELEASED, now)
+            self._give_back(known, now)
 
     def _stopped(self, event: Stopped, now: float) -> None:
         for waiter in self.queue.in_order():
@@ -338,12 +361,29 @@ class Pool:
 
     def _released(self, event: Released, now: float) -> None:
         lease = self.leases.by_id.get(event.lease_id)
-        if lease is not None:
+        if lease is None or lease.quarantine is not None:  # it was released with leases inside it
+            return
+        if self.leases.inner:
+            self._give_back(lease, now)
+        else:
             self._end_lease(lease, RELEASED, now)
 
-    def _end_lease(self, lease: Lease, state: LeaseState, now: float, reason: str = "") -> None:
+    def _give_back(self, lease: Lease, now: float) -> None:
+        """Its holder is done with it; what is held inside it still uses its GPUs."""
+        if lease.state is HELD and any(inner.state is not LeaseState.OFFERED for inner in self._inside(lease)):
+            self._quarantine(lease, legality.RELEASED_AROUND_OTHERS, now, now)
+        else:
+            self._end_lease(lease, RELEASED, now)
+
+    def _end_lease(
+        self, lease: Lease, state: LeaseState, now: float, reason: str = "", *, ends_with_another: bool = False
+    ) -> None:
+        """`ends_with_another`: the lease around it ends, too."""
         if state not in LEASE_MOVES[lease.state]:
             raise IllegalMoveError(f"a lease cannot go from {lease.state} to {state}")
+        if self.leases.inner:
+            for inner in self._inside(lease):
+                self._end_lease(inner, LeaseState.LOST, now, has_ended(lease.lease_id), ends_with_another=True)
         read_after = None
         if lease.quarantine is not None:
             read_after = lease.quarantine.since
@@ -353,9 +393,15 @@ class Pool:
             # An offer was never used; an assignment within one process is handed on without a fresh reading.
             read_after = now if lease.state is HELD else None
             self.timers.clear("lease", lease.lease_id)
+        enclosing = None if lease.request.within is None else self.leases.enclosing(lease)
         self.leases.release(lease)
-        self.allocator.ended(lease.held, now, read_after)
+        if enclosing is None:
+            self.allocator.ended(lease.held, now, read_after)
+        elif self.leases.outermost(enclosing).quarantine is not None:
+            # Only a reading begun after this shows whether its GPUs are empty.
+            self.allocator.ended(lease.held, now, now)
         if self.queue.waiting:
+            self.reject_inside(lease.lease_id, now)
             self.improve(lease.gpu_ids)
         self.tally[state] += 1
         if state is RELEASED and not self.settings.remembers_releases:
@@ -365,6 +411,18 @@ class Pool:
             self.outcomes.add(Outcome(lease.request, GRANTED, now, reasons, lease, state))
         if reason:
             self._effects.append(LeaseEnded(lease, state, reason))
+        if enclosing is not None and enclosing.quarantine is not None and not ends_with_another:
+            self._review(enclosing, now)
+
+    # ---- Inside a lease
+
+    def _inside(self, lease: Lease) -> list[Lease]:
+        return self.leases.inside(lease.lease_id)
+
+    def reject_inside(self, lease_id: str, now: float) -> None:
+        """This lease is not held any more, so that those who wait inside it can never be served."""
+        for waiter in self.queue.inside(lease_id):
+            self._end_request(waiter, RequestState.REJECTED, now, (has_ended(lease_id),))
 
     def improve(self, gpu_ids: Sequence[str]) -> None:
         gpus = self.allocator.gpus
@@ -453,7 +511,8 @@ class Pool:
             known.gives_up_at = now + (settings.offer_ttl_seconds if event.is_gone else settings.queue_ttl_seconds)
             self.set_waiter_timer(known)
             self.requests[event.request_id] = known
-        elif known.state is HELD:
+        elif known.state is HELD and not self._inside(known) and not self.queue.inside(known.lease_id):
+            # Its client does not know of it; with others inside it, it does.
             offer_deadline = now + self.settings.offer_ttl_seconds
             self._replace_lease(known.moved(LeaseState.OFFERED, expires_at=offer_deadline))
 
@@ -464,23 +523,39 @@ class Pool:
         if lease.state is LeaseState.OFFERED:
             self._end_lease(lease, LeaseState.RECLAIMED, now, "its client is gone")
         else:
-            quarantined_until = now if event.is_proven else now + self.settings.quarantine_seconds
-            self._quarantine(lease, "its holder is gone", quarantined_until, now)
+            self._lose(lease, "its holder is gone", 0.0 if event.is_proven else self.settings.quarantine_seconds, now)
 
     # ---- Rule 11: quarantine
+
+    def _lose(self, lease: Lease, reason: str, quarantine_seconds: float, now: float) -> None:
+        """A held lease ends without being released."""
+        is_inner = self.leases.enclosing(lease) is not None
+        if is_inner and not any(inner.state is not LeaseState.OFFERED for inner in self._inside(lease)):
+            # The lease around it still has its GPUs, and readings do not show what inside that lease uses them.
+            self._end_lease(lease, LeaseState.RECLAIMED, now, reason)
+        else:
+            self._quarantine(lease, reason, now if is_inner else now + quarantine_seconds, now)
 
     def _quarantine(self, lease: Lease, reason: str, until: float, now: float) -> None:
         lease = lease.moved(LeaseState.QUARANTINED, quarantine=Quarantine(reason, now, until))
         self._replace_lease(lease)
         self.quarantined[lease.lease_id] = None
-        self.allocator.ended(lease.held, now, None)
+        if self.leases.enclosing(lease) is None:
+            self.allocator.ended(lease.held, now, None)
         self._effects.append(LeaseEnded(lease, LeaseState.QUARANTINED, reason))
+        # What is held inside it goes on, and it stays in quarantine until that has ended.
+        for inner in self._inside(lease):
+            if inner.state is LeaseState.OFFERED:
+                self._end_lease(inner, LeaseState.LOST, now, has_ended(lease.lease_id))
+        self.reject_inside(lease.lease_id, now)
 
     def _review(self, lease: Lease, now: float) -> None:
         """End a quarantine if it has lasted long enough and no reading speaks against it."""
-        if lease.quarantine is None or now < lease.quarantine.until:
+        if lease.quarantine is None or now < lease.quarantine.until or self._inside(lease):
             return
-        if all(trace_of(lease, gpu, self.settings) is None for gpu in self.leases.gpus_of(lease)):
+        if self.leases.enclosing(lease) is not None:
+            self._end_lease(lease, LeaseState.RECLAIMED, now, "nothing inside it is held any more")
+        elif all(trace_of(lease, gpu, self.settings) is None for gpu in self.leases.gpus_of(lease)):
             self._end_lease(lease, LeaseState.RECLAIMED, now, "readings show nothing of its holder any more")
 
     def _quarantine_ended(self, event: QuarantineEnded, now: float) -> None:
@@ -510,7 +585,7 @@ class Pool:
 
     def _reject_impossible(self, now: float) -> None:
         for request_class in self.queue.request_classes():
-            reasons = self.allocator.impossible(request_class.requirements)
+            reasons = self.impossible(request_class.requirements, request_class.within)
             if reasons:
                 for waiter in list(request_class.waiters.values()):
                     if not waiter.is_replicated:  # the process that accepted it may see other GPUs
@@ -526,6 +601,11 @@ class Pool:
         gpus = [gpu for gpu_id in event.gpu_ids if (gpu := self.allocator.gpus.get(gpu_id)) is not None]
         for gpu in gpus:
             self.allocator.mark_gone(gpu)
+        inner = {lease.lease_id: lease for gpu in gpus for lease in gpu.inner_leases.values()}
+        for lease in inner.values():
+            # If it has others left, it goes on: the lease around it is in quarantine, and ends after it.
+            if lease.lease_id in self.leases.by_id and all(gpu.is_gone for gpu in self.leases.gpus_of(lease)):
+                self._end_lease(lease, LeaseState.LOST, now, f"GPU {', '.join(lease.gpu_ids)} is gone")
         affected = {lease.lease_id: lease for gpu in gpus for lease in gpu.leases.values()}
         for lease in affected.values():
             its_gpus = self.leases.gpus_of(lease)

@@ -8,12 +8,12 @@ from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.moves import RequestState
+from gpu_worker_pool.core.requirements import Requirements
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gpu_worker_pool.core.events import Request
-    from gpu_worker_pool.core.requirements import Requirements
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Waiter:
 
     @property
     def worker(self) -> str:
-        """Its name in explanations to others."""
+        """The id of its worker; `name_of` makes its name for people."""
         return self.request.worker_id or self.request.request_id
 
     @property
@@ -54,9 +54,11 @@ class Waiter:
 
 @dataclass(slots=True, eq=False)
 class RequestClass:
-    """Waiters with equal requirements: if the first cannot be served, none of them can."""
+    """Waiters with equal requirements, all inside one lease or none: if the first cannot be served, none can."""
 
     requirements: Requirements
+    #: The lease inside which they run; requests inside another one form another class.
+    within: str | None = None
     #: Whether any free GPU serves it, so that the index of free GPUs answers for it.
     is_any_gpu: bool = False
     # Not a dict: finding its first entry walks over all entries that were removed from its front.
@@ -69,27 +71,39 @@ class RequestClass:
         return next(iter(self.waiters.values()))
 
 
+_Key = Requirements | tuple[Requirements, str]
+
+
+def _key(requirements: Requirements, within: str | None) -> _Key:
+    # Not always a tuple: nearly all requests run outside, and the key is hashed for each.
+    return requirements if within is None else (requirements, within)
+
+
 class WorkerQueue:
     """All waiters. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._classes: dict[Requirements, RequestClass] = {}
+        self._classes: dict[_Key, RequestClass] = {}
         #: How many waiters there are.
         self.waiting = 0
         #: How many of each account.
         self._of_account: Counter[str] = Counter()
+        #: How many inside each lease.
+        self._inside: Counter[str] = Counter()
 
     def enqueue(self, waiter: Waiter, request_class: RequestClass | None = None) -> None:
         """Add it at the end of its class; `request_class` is that class, or a new one if there is none yet."""
-        requirements = waiter.request.requirements
-        request_class = request_class or self._classes.get(requirements) or RequestClass(requirements)
+        requirements, within = waiter.request.requirements, waiter.request.within
+        request_class = request_class or self.request_class(requirements, within) or RequestClass(requirements, within)
         if not request_class.waiters:
-            self._classes[requirements] = request_class
+            self._classes[_key(requirements, within)] = request_class
         request_class.waiters[waiter.request.request_id] = waiter
         waiter.request_class = request_class
         self.waiting += 1
         if waiter.request.account:
             self._of_account[waiter.request.account] += 1
+        if within is not None:
+            self._inside[within] += 1
 
     def dequeue(self) -> Waiter | None:
         """Remove the first in order."""
@@ -104,7 +118,11 @@ class WorkerQueue:
         del request_class.waiters[waiter.request.request_id]
         self.waiting -= 1
         if not request_class.waiters:
-            del self._classes[request_class.requirements]
+            del self._classes[_key(request_class.requirements, request_class.within)]
+        if (within := waiter.request.within) is not None:
+            self._inside[within] -= 1
+            if not self._inside[within]:
+                del self._inside[within]
         if account := waiter.request.account:
             self._of_account[account] -= 1
             if not self._of_account[account]:
@@ -115,6 +133,7 @@ class WorkerQueue:
         waiters = self.in_order()
         self._classes.clear()
         self._of_account.clear()
+        self._inside.clear()
         self.waiting = 0
         return waiters
 
@@ -122,11 +141,18 @@ class WorkerQueue:
         """How many requests of this account wait."""
         return self._of_account[account]
 
+    def inside(self, lease_id: str) -> list[Waiter]:
+        """Those that run inside this lease, in order."""
+        if lease_id not in self._inside:
+            return []
+        classes = (each for each in self._classes.values() if each.within == lease_id)
+        return sorted((waiter for each in classes for waiter in each.waiters.values()), key=lambda waiter: waiter.order)
+
     def size(self) -> int:
         return self.waiting
 
-    def request_class(self, requirements: Requirements) -> RequestClass | None:
-        return self._classes.get(requirements)
+    def request_class(self, requirements: Requirements, within: str | None = None) -> RequestClass | None:
+        return self._classes.get(_key(requirements, within))
 
     def only_class(self) -> RequestClass | None:
         """The class of all waiters, if there is just one."""
@@ -152,11 +178,12 @@ class WorkerQueue:
         waiters = [waiter for request_class in self._classes.values() for waiter in request_class.waiters.values()]
         return sorted(waiters, key=lambda waiter: waiter.order)
 
-    def position(self, order: tuple[int, int]) -> int:
-        """The place of a waiter of this order; 1 is next."""
+    def position(self, order: tuple[int, int], within: str | None = None) -> int:
+        """The place of a waiter of this order among those inside the same lease, or outside any; 1 is next."""
         return 1 + sum(
             waiter.order < order
             for request_class in self._classes.values()
+            if request_class.within == within
             for waiter in request_class.waiters.values()
         )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpu_worker_pool.wording import spoken_mb, spoken_seconds
+
 #: No GPU has more: larger values, and NaN, are reading errors.
 LARGEST_MB = 1e12
 
@@ -25,6 +27,12 @@ class ProcessReading:
 
     def __str__(self) -> str:
         return f"{self.name or 'process'} (pid {self.pid}{f', {self.user}' if self.user else ''})"
+
+    def described(self, now: float | None) -> str:
+        """With its memory, and with how long it has run by `now`, which is in seconds since the host booted."""
+        memory = "" if self.memory_used_mb is None else f" with {spoken_mb(self.memory_used_mb)}"
+        since = "" if now is None or self.started_at is None else f" for {spoken_seconds(now - self.started_at)}"
+        return f"{self}{memory}{since}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +57,16 @@ class Reading:
     reports_utilization: bool = True
     #: Why the GPU must not be used, or None while it is healthy.
     fault: str | None = None
-    #: None where the reader may not see processes; an empty tuple where it can and there are none.
+    #: Processes that compute. None where the reader may not see them; an empty tuple if there are none.
     processes: tuple[ProcessReading, ...] | None = None
+    #: Processes that only draw, such as a desktop's; None where they cannot be seen.
+    graphics: tuple[ProcessReading, ...] | None = None
+    #: Where `processes` is None, how many there are known to be.
+    unnamed_processes: int = 0
+    #: False where the driver cannot list processes at all; a query that failed once is not that.
+    reports_processes: bool = True
+    #: The GPU has no memory of its own, and the memory above is the host's.
+    has_unified_memory: bool = False
     #: A process can use only one MIG device.
     is_mig_device: bool = False
     #: Leased by its server, as seen by a client that assigns in process.

@@ -101,7 +101,7 @@ def _replicate(pool: Pool, known: Waiter | Lease | Outcome) -> dict[str, GPUReso
         is_new = not isinstance(before, Lease) or before.lease_id != known.lease_id
         for gpu_id in known.gpu_ids:
             touched[gpu_id] = pool.allocator.gpu(gpu_id, known.endpoint_id)
-            if is_new:
+            if is_new and known.within is None:
                 pool.allocator.freed.pop(gpu_id, None)
         pool.requests[request_id] = known
         pool.leases.assign(known)
@@ -114,9 +114,9 @@ def _replicate(pool: Pool, known: Waiter | Lease | Outcome) -> dict[str, GPUReso
 
 
 def _enqueue(pool: Pool, waiter: Waiter) -> None:
-    requirements = waiter.request.requirements
-    request_class = pool.queue.request_class(requirements) or RequestClass(
-        requirements, is_any_gpu=pool.allocator.is_any_gpu(requirements)
+    requirements, within = waiter.request.requirements, waiter.request.within
+    request_class = pool.queue.request_class(requirements, within) or RequestClass(
+        requirements, within, is_any_gpu=within is None and pool.allocator.is_any_gpu(requirements)
     )
     waiter.is_replicated = True
     pool.queue.enqueue(waiter, request_class)

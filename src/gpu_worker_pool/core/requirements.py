@@ -29,7 +29,7 @@ class Requirements:
     #: Ids, indices or UUIDs (or the beginning of one).
     only: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
-    #: "idle": no foreign process at all.
+    #: "idle": no foreign process computes there, and no memory in use is unexplained; thresholds count only if named.
     policy: Policy = "thresholds"
     memory_threshold: float | None = None
     utilization_threshold: float | None = None
@@ -81,14 +81,19 @@ class Requirements:
         return Requirements, tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     @property
+    def has_default_thresholds(self) -> bool:
+        """Whether the thresholds of the pool or client count where the request names none."""
+        return not self.share and self.policy == "thresholds"
+
+    @property
     def needed_memory_mb(self) -> float:
         """The total memory a GPU must have to ever serve this."""
         return max(self.memory_mb or 0.0, self.min_free_memory_mb or 0.0)
 
     def __str__(self) -> str:
         """In words, as errors and explanations show it."""
-        model = f"{self.gpu_model} " if self.gpu_model else ""
-        words = [f"one {model}GPU" if self.count == 1 else f"{self.count} {model}GPUs"]
+        kind = ("idle " if self.policy == "idle" else "") + (f"{self.gpu_model} " if self.gpu_model else "")
+        words = [f"one {kind}GPU" if self.count == 1 else f"{self.count} {kind}GPUs"]
         if self.memory_mb is not None:
             words.append(f"{self.memory_mb:g} MB {'of it' if self.share else 'on it'}")
         if self.min_free_memory_mb is not None:
@@ -97,8 +102,6 @@ class Requirements:
             words.append(f"only {', '.join(self.only)}")
         if self.exclude:
             words.append(f"not {', '.join(self.exclude)}")
-        if self.policy == "idle":
-            words.append("no foreign process")
         if self.priority:
             words.append(f"priority {self.priority}")
         return ", ".join(words)

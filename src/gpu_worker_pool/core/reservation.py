@@ -96,7 +96,7 @@ def gpus_to_await(allocator: GPUAllocator, requirements: Requirements, now: floa
         if reading is None or gpu.leases or endpoint.begun_at > gpu.freed_at or not allocator.is_fresh(endpoint, now):
             continue
         is_possible = next(lasting_obstacles(reading, requirements, allocator.settings), None) is None
-        is_unleased = next(lease_obstacles(gpu, requirements, now), None) is None
+        is_unleased = next(lease_obstacles(gpu, requirements, allocator.settings, now), None) is None
         if is_possible and is_unleased and not allocator.is_eligible(gpu, requirements, now):
             awaited.setdefault(endpoint, []).append(gpu.gpu_id)
     if requirements.count > 1:

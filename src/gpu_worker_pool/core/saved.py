@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.core.assignments import HeldGPU, Lease, Quarantine
-from gpu_worker_pool.core.events import Request
+from gpu_worker_pool.core.events import Origin, Request
 from gpu_worker_pool.core.moves import LeaseState, RequestState
 from gpu_worker_pool.core.pool import Pool
 from gpu_worker_pool.core.queue import Waiter
@@ -31,6 +31,9 @@ STORED_NAMES = {
     "reserved_at": "kept_at",
 }
 _FIELD_NAMES = {stored: name for name, stored in STORED_NAMES.items()}
+#: Fields of a request that came after the first format. Older versions refuse a row that has one, so a ledger stores
+#: them apart (`without_later_fields`); a value of None is not stored at all.
+LATER_FIELDS = frozenset({"origin", "within"})
 #: By type: the fields, each with the name it is stored under.
 _NAMES: dict[type[Any], tuple[tuple[str, str], ...]] = {}
 #: Fields that are times, wherever they occur: they are shifted together when the clock restarts.
@@ -114,7 +117,33 @@ def to_json(value: Any) -> Any:
         return [to_json(item) for item in value]
     if kind is frozenset:
         return [list(identity) for identity in sorted(value, key=lambda identity: (identity[0], identity[1] or 0.0))]
-    return {stored: to_json(getattr(value, name)) for name, stored in _stored_fields(kind)}
+    row = {stored: to_json(getattr(value, name)) for name, stored in _stored_fields(kind)}
+    if kind is Request:
+        for name in LATER_FIELDS:
+            if row[name] is None:
+                del row[name]
+    return row
+
+
+def without_later_fields(row: dict[str, Any]) -> dict[str, Any]:
+    """Remove them from the row of a waiter, a lease or an outcome; returns what was removed."""
+    later: dict[str, Any] = {}
+    lease = row.get("lease") or row
+    for request in (row["request"], lease["request"]):
+        if "within" in request:
+            # Older versions do not know the lease around it, and must never grant it a GPU: no GPU has this name.
+            later["wishes"], request["wishes"] = request["wishes"], {"only": [f"inside {request['within']}"]}
+        for name in LATER_FIELDS & request.keys():
+            later[name] = request.pop(name)
+    return later
+
+
+def with_later_fields(row: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """The same row with them."""
+    lease = row.get("lease") or row
+    row["request"].update(later)
+    lease["request"].update(later)
+    return row
 
 
 def _stored_fields(kind: type[Any]) -> tuple[tuple[str, str], ...]:
@@ -148,8 +177,14 @@ def moment_of(value: float | None) -> float:
 
 def _request(row: dict[str, Any]) -> Request:
     found = _fields_of(row)
-    requirements = found["requirements"]
-    return Request(**{**found, "requirements": Requirements(**requirements) if requirements else ANY_GPU})
+    requirements, origin = found["requirements"], found.get("origin")
+    return Request(
+        **{
+            **found,
+            "requirements": Requirements(**requirements) if requirements else ANY_GPU,
+            "origin": None if origin is None else Origin(**origin),
+        }
+    )
 
 
 def _held(row: dict[str, Any]) -> HeldGPU:

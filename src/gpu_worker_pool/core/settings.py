@@ -43,8 +43,15 @@ class PoolSettings:
     returned_memory_slack_mb: float = 256.0
     #: The same where a GPU reports only percentages.
     returned_memory_slack_percent: float = 1.0
+    #: Under `policy="idle"`: what graphics processes may use together, and what may be used by no visible process
+    #: (the larger of the two), before the GPU counts as in use (rule 1).
+    idle_graphics_mb: float = 1024.0
+    idle_unexplained_mb: float = 1024.0
+    idle_unexplained_percent: float = 5.0
     #: When a fresh reading is wanted, counted from the release, while a request waits (rule 8).
     reading_delays_seconds: tuple[float, ...] = (0.0, 0.1, 0.3, 1.0)
+    #: The host of the GPUs: explanations name the host of a holder where it is another one.
+    host: str = ""
 
     def __post_init__(self) -> None:
         if self.strategy not in ("availability", "round_robin", "weighted"):

@@ -21,6 +21,7 @@ from gpu_worker_pool.api.gpu_rows import driver_facts
 from gpu_worker_pool.broker.broker import LeaseBroker
 from gpu_worker_pool.broker.simulated_load import SimulatedLoad
 from gpu_worker_pool.core.settings import PoolSettings
+from gpu_worker_pool.errors import LedgerUnusableError
 from gpu_worker_pool.gpu_server.api_docs import add_docs
 from gpu_worker_pool.gpu_server.dashboard.page import host_id
 from gpu_worker_pool.gpu_server.dashboard.peers import Fleet
@@ -28,13 +29,15 @@ from gpu_worker_pool.gpu_server.events import EventStream
 from gpu_worker_pool.gpu_server.fast_path import FastPathAPI, ServerParts
 from gpu_worker_pool.gpu_server.host_view import Health, HostView
 from gpu_worker_pool.gpu_server.leases.events import LeaseEvents
+from gpu_worker_pool.gpu_server.leases.routes import LEASE_TAG
 from gpu_worker_pool.gpu_server.logs import log_like_a_server
 from gpu_worker_pool.gpu_server.routes import add_routes, health_event, snapshot_event
 from gpu_worker_pool.gpu_server.security import Authenticator
 from gpu_worker_pool.gpu_server.settings import ServerSettings
+from gpu_worker_pool.gpu_server.systemd import notify_when_listening
 from gpu_worker_pool.hardware.sampler import host_sampler
 from gpu_worker_pool.ledger.host import open_host_ledger
-from gpu_worker_pool.state_directory import state_directory
+from gpu_worker_pool.state_directory import announce_privacy, state_directory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -75,9 +78,9 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
             if (shown := view.usable()) is not None and shown.sample is sample:
                 stream.publish_snapshot(lambda: snapshot_event(shown))
 
-        load = SimulatedLoad.of(settings.gpu_backend)
+        load = SimulatedLoad.of(settings.backend)
         sampler = host_sampler(
-            settings.gpu_backend,
+            settings.backend,
             interval_seconds=settings.refresh_interval,
             keep=settings.max_history,
             # The only step from the sampler's thread to the event loop.
@@ -93,7 +96,7 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
 
         def open_ledger(on_commit: OnCommit) -> Ledger:
             parts.has_state_directory = _find_state_directory(state_dir) is not None
-            return open_host_ledger(settings.gpu_backend, pool_settings, on_commit, state_dir=state_dir)
+            return open_host_ledger(settings.backend, pool_settings, on_commit, state_dir=state_dir)
 
         broker = LeaseBroker(
             open_ledger,
@@ -124,10 +127,12 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
 
         with _on_stop_signal(lambda: loop.call_soon_threadsafe(stop_waiting)):
             watch = asyncio.create_task(_watch(view, stream, lease_events))
+            ready = asyncio.create_task(notify_when_listening(settings.host, settings.port))
             try:
                 yield
             finally:
                 watch.cancel()
+                ready.cancel()
                 stop_waiting()
                 await fleet.close()
                 await broker.stop()
@@ -141,6 +146,7 @@ def create_app(settings: ServerSettings | None = None, reader: Reader | None = N
         redoc_url=None,
         openapi_url=f"{settings.api_prefix}/openapi.json",
         lifespan=lifespan,
+        openapi_tags=[LEASE_TAG],
         # Web pages may read statistics; they may change nothing, and send no credentials.
         get_headers=((b"access-control-allow-origin", b"*"),) if settings.enable_cors else (),
     )
@@ -176,8 +182,9 @@ async def _not_allowed(request: Request, _error: Exception) -> JSONResponse:
 def _find_state_directory(configured: str | None) -> str | None:
     """Where readings and leases are stored; None where no directory can be used now."""
     try:
+        announce_privacy(configured)
         return str(state_directory(configured))
-    except OSError:
+    except (OSError, LedgerUnusableError):
         return None
 
 
@@ -212,7 +219,7 @@ def _log_health(health: Health) -> None:
 def _log_start(settings: ServerSettings, view: HostView) -> None:
     health, shown = view.health(), view.shown
     if shown is None:
-        logger.error("no GPU readings yet (backend %s): %s; retrying", settings.gpu_backend, health.cause)
+        logger.error("no GPU readings yet (backend %s): %s; retrying", settings.backend, health.cause)
         return
     visibility, facts = shown.visibility, driver_facts(shown.sample)
     names = ", ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in visibility.gpus).items())

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gpu_worker_pool.gpu_server.unix_socket import PEER, peer_of
+
 if TYPE_CHECKING:
     import asyncio
+
+    from gpu_worker_pool.gpu_server.unix_socket import Peer
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -29,9 +33,18 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_headers = True
         self._deadline: asyncio.TimerHandle | None = None
         self._reader_deadline: asyncio.TimerHandle | None = None
+        #: Who connected to the Unix socket; None over TCP.
+        self._peer: Peer | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
+        try:
+            # Now, and not with each request: the process may end, and its number be used again.
+            self._peer = peer_of(transport)
+        except OSError as error:
+            self.logger.warning("a connection was closed, as it is unknown who made it: %s", error)
+            transport.abort()
+            return
         self._wait_for_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -51,6 +64,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._is_in_headers = True
         super().on_message_begin()
+        if self._peer is not None:
+            self.scope[PEER] = self._peer  # type: ignore[typeddict-unknown-key]  # our own
 
     def on_headers_complete(self) -> None:
         self._is_in_headers = False

@@ -129,11 +129,14 @@ class FastPathAPI(FastAPI):
         return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = self._find_route(scope) if scope["type"] == "http" else None
-        if found is None:
+        route, identifier = None, ""
+        if scope["type"] == "http":
+            route = self._fixed_routes.get((scope["method"], scope["path"]))
+            if route is None:
+                route, identifier = self._find_route(scope)
+        if route is None:
             await super().__call__(scope, receive, send)
             return
-        route, identifier = found
         context = RequestContext(self.parts, scope, receive, identifier)
         try:
             if not route.is_open:
@@ -152,8 +155,8 @@ class FastPathAPI(FastAPI):
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def _find_route(self, scope: Scope) -> tuple[FastRoute, str] | None:
-        """The route and the parameter in its path; None: FastAPI answers."""
+    def _find_route(self, scope: Scope) -> tuple[FastRoute | None, str]:
+        """The route and the parameter in its path; without a route, FastAPI answers."""
         method, path = scope["method"], scope["path"]
         # Inside another application the path begins with where this one is mounted.
         root = scope.get("root_path")
@@ -167,7 +170,7 @@ class FastPathAPI(FastAPI):
         for pattern, each in self._routes_with_parameter:
             if each.method == method and (match := pattern.fullmatch(path)):
                 return each, match[1]
-        return None
+        return None, ""
 
 
 async def _never_called() -> None:

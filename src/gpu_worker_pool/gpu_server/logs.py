@@ -5,23 +5,61 @@ from __future__ import annotations
 import json
 import logging
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from gpu_worker_pool.gpu_server.settings import ServerSettings
 
 
+#: What every record has, and uvicorn's colours for terminals; all else was passed as `extra=`.
+_NOT_EXTRA: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+
 class JSONFormatter(logging.Formatter):
+    """Never fails: a line that cannot be written would hide what it is about."""
+
     def format(self, record: logging.LogRecord) -> str:
-        entry = {
+        entry: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message(record),
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry)
+        if record.stack_info:
+            entry["stack"] = self.formatStack(record.stack_info)
+        extra = {name: value for name, value in vars(record).items() if name not in _NOT_EXTRA and name not in entry}
+        try:
+            return _as_json(entry | extra)
+        except Exception:  # whatever the code of a value raises
+            return _as_json(entry | {name: _written(value) for name, value in extra.items()})
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value, allow_nan=False, default=str)
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception:  # as above, or arguments that do not fit the text
+        return f"{_shown(record.msg)} {_shown(record.args)}"
+
+
+def _written(value: object) -> object:
+    """The value where JSON has such a one, else a text."""
+    try:
+        return json.loads(_as_json(value))
+    except Exception:
+        return _shown(value)
+
+
+def _shown(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:
+        return f"<a {type(value).__name__} that cannot be shown>"
 
 
 def _formatter(log_format: str) -> dict[str, Any]:

@@ -173,9 +173,10 @@ def _lease_values(gpu: GPUReading, broker: LeaseBroker) -> dict[str, float | Non
 
 
 def _leases_on(device: GPUReading | MIGReading, broker: LeaseBroker) -> list[Lease]:
-    """Oldest first."""
+    """Oldest first; each stands for those inside it."""
     name = _name_of(device)
-    return sorted((lease for lease in broker.leases.values() if name in lease.gpu_ids), key=lambda lease: lease.fence)
+    leases = (lease for lease in broker.leases.values() if lease.within not in broker.leases)
+    return sorted((lease for lease in leases if name in lease.gpu_ids), key=lambda lease: lease.fence)
 
 
 def _used_mb(device: GPUReading | MIGReading, leases: list[Lease]) -> float | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import HTTPException, Query, Request, Response
 
+from gpu_worker_pool.api.client import INNER_LEASES
 from gpu_worker_pool.api.gpu_rows import driver_facts
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.gpu_server import schemas
@@ -77,7 +78,7 @@ def add_routes(app: FastPathAPI, settings: ServerSettings) -> None:
         endpoints |= {settings.docs_url: "Swagger API documentation", settings.redoc_url: "ReDoc API documentation"}
         parts = app.parts
         has_leases = parts.has_state_directory and parts.authenticator.offers_leases(request.scope)
-        features = [*FEATURES, "leases"] if has_leases else FEATURES
+        features = [*FEATURES, INNER_LEASES, "leases"] if has_leases else FEATURES
         return {"message": settings.title, "version": settings.version, "endpoints": endpoints, "features": features}
 
     async def config() -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Process(BaseModel):
     name: str | None
     user: str | None = Field(description="Null for a process that this host's /proc does not show.")
     memory_used_mb: float | None
+    running_seconds: float | None = Field(description="Since it was started; null like `user`.")
 
 
 class MIGDevice(BaseModel):
@@ -40,12 +41,26 @@ class MIGDevice(BaseModel):
     processes: list[Process] | None
 
 
+class Holder(BaseModel):
+    """Who holds a lease, or waits for one. Each value is null where it is unknown."""
+
+    user: str | None = Field(examples=["ada"])
+    host: str | None = Field(description="Where the program runs.", examples=["gpu-1"])
+    pid: int | None = Field(examples=[4242])
+    program: str | None = Field(description="The name of the script or program.", examples=["train.py"])
+    verified: bool = Field(
+        description="Whether the user is known for certain (`local://`); false: the client says so.", examples=[True]
+    )
+
+
 class Promise(BaseModel):
     lease_id: str
     worker_id: str
     label: str | None
     state: Literal["offered", "held", "quarantined"]
     user: str | None = Field(description="The user of a program that uses `local://`; null for others.")
+    holder: Holder | None = Field(description="Who holds it; null where that is unknown.")
+    within: str | None = Field(description="The lease of which it is a part; null for most.")
 
 
 class GPU(BaseModel):
@@ -61,13 +76,23 @@ class GPU(BaseModel):
     reports_utilization: bool = Field(description="False where the device has no such sensor (MIG).")
     ecc_uncorrected_errors: int | None
     recovery_action: str | None = Field(description="What the driver recommends to an administrator, such as `Reset`.")
-    processes: list[Process] | None = Field(description="Null if the server is not allowed to see them.")
+    processes: list[Process] | None = Field(
+        description="Those that compute. Null if the server is not allowed to see them."
+    )
+    graphics_processes: list[Process] | None = Field(description="Those that only draw; null if they cannot be seen.")
+    unified_memory: bool = Field(
+        description="The GPU has no memory of its own (GB10, Jetson): `memory` is that of its host."
+    )
     mig_enabled: bool
     mig_devices: list[MIGDevice]
     leases: list[Promise] | None = Field(description="Its leases; null where the ledger cannot be read.")
     obstacles: list[str] | None = Field(
         description="Why a request without requirements cannot have it. Empty if it is free; null like `leases`.",
         examples=[["memory 98.0 % used, not below 80 %"]],
+    )
+    idle_obstacles: list[str] | None = Field(
+        description="The same for a request with `policy` idle, as `gpu-pool run` makes it.",
+        examples=[["in use by python (pid 4242, ada) with 15.0 GiB for 3 h"]],
     )
 
 
@@ -98,6 +123,7 @@ class SummaryRow(BaseModel):
     reports_utilization: bool
     process_count: int | None
     leased: bool = Field(description="Whether it is known to be leased.")
+    unified_memory: bool = Field(description="Whether its memory is that of its host.")
 
 
 class Summary(BaseModel):
@@ -191,7 +217,7 @@ class FilteringConfig(BaseModel):
 
 
 class LeasesConfig(BaseModel):
-    open_to: list[Literal["loopback", "keys"]]
+    open_to: list[Literal["loopback", "keys", "socket"]]
     idle_after: float
     most_waiting: int
 

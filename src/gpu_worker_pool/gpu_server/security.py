@@ -1,7 +1,8 @@
-"""Decides from a request's address and headers who the caller is and whether it may change leases.
+"""Decides from a request's connection and headers who the caller is and whether it may change leases.
 
-Programs on this host may, and callers with a key. A web page in a browser on this host may not: its requests come from
-this host, but name another one in `Host` or `Origin`, and without a preflight a browser sends no JSON to other origins.
+Programs on this host may, and callers with a key. A caller over the Unix socket is the user that the kernel says. A web
+page in a browser on this host may not: its requests come from this host, but name another one in `Host` or `Origin`,
+and without a preflight a browser sends no JSON to other origins.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpu_worker_pool.gpu_server.responses import Refusal
+from gpu_worker_pool.gpu_server.unix_socket import PEER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from starlette.types import Scope
 
+    from gpu_worker_pool.core.events import Request
     from gpu_worker_pool.gpu_server.settings import ServerSettings
+    from gpu_worker_pool.gpu_server.unix_socket import Peer
 
 #: The account of callers on this host, who need no key.
 LOOPBACK: Final = "loopback"
@@ -54,9 +58,15 @@ _PROXY_PREFIXES: Final = (b"x-forwarded", b"x-original-", b"x-envoy-", b"x-arr-"
 class Caller:
     """Who sent a request that may change leases."""
 
-    #: Whose waiting requests are counted together: `loopback`, or the fingerprint of a key, never the key.
+    #: Whose waiting requests are counted together: `loopback`, a user, or the fingerprint of a key, never the key.
     account: str
     is_admin: bool
+    #: The process at the other end of the Unix socket; None over TCP.
+    peer: Peer | None = None
+
+    def has_requested(self, request: Request) -> bool:
+        """Whether the kernel says that this user requested it, so that no token is needed."""
+        return self.peer is not None and request.account == self.account
 
 
 class RequestHeaders(NamedTuple):
@@ -99,6 +109,7 @@ class Authenticator:
         keys = dict.fromkeys(settings.gpu_pool_api_keys, False) | dict.fromkeys(settings.gpu_pool_admin_keys, True)
         self._keys = [(_digest(key.encode()), is_admin) for key, is_admin in keys.items()]
         self._is_open_on_loopback = settings.gpu_pool_open_on_loopback
+        self._socket = settings.gpu_pool_socket
         names = {"localhost", *(_own_names() if hostnames is None else hostnames), *settings.gpu_pool_hosts}
         self._names = frozenset(name.lower().rstrip(".") for name in names)
         # Honest programs use few names, and parsing one takes longer than all other checks.
@@ -107,7 +118,8 @@ class Authenticator:
     @property
     def open_to(self) -> list[str]:
         """Who may change leases, as `/config` shows it to everyone."""
-        return ["loopback"] * self._is_open_on_loopback + ["keys"] * bool(self._keys)
+        on_socket = self._socket is not None
+        return ["loopback"] * self._is_open_on_loopback + ["keys"] * bool(self._keys) + ["socket"] * on_socket
 
     def offers_leases(self, scope: Scope) -> bool:
         """Whether this caller can acquire leases (D18).
@@ -127,13 +139,16 @@ class Authenticator:
         """The caller; raises a `Refusal` for one that may not change leases."""
         if headers.twice is not None:
             raise Refusal(400, "invalid", f"the header {headers.twice} was sent twice: send it once")
+        if (peer := self._peer(scope, headers)) is not None:
+            return self._by_peer(peer, headers)
         is_here = self._is_here(scope, headers)
         if not self._keys and not is_here:
+            to_whom = "to programs on its own host only" if self._is_open_on_loopback else "over its Unix socket only"
             raise Refusal(
                 403,
                 "leases_closed",
-                "this server gives leases to programs on its own host only: to open it to others, start it with keys "
-                "in GPU_POOL_API_KEYS (and send one as Authorization: Bearer KEY)",
+                f"this server gives leases {to_whom}: to open it to others, start it with keys in GPU_POOL_API_KEYS "
+                "(and send one as Authorization: Bearer KEY)",
             )
         if headers.authorization is not None:
             return self._by_key(headers.authorization)
@@ -141,6 +156,26 @@ class Authenticator:
             raise _unauthorized("key_needed", "a key is needed from here: send Authorization: Bearer KEY")
         self._refuse_web_page(headers)
         return Caller(LOOPBACK, is_admin=False)
+
+    def _peer(self, scope: Scope, headers: RequestHeaders) -> Peer | None:
+        """Who is at the other end of our socket; None over TCP, and for a proxy, which speaks for others."""
+        peer: Peer | None = scope.get(PEER)
+        if peer is None or peer.path != self._socket or headers.is_proxied or scope.get("http_version") == "1.0":
+            return None
+        return peer
+
+    def _by_peer(self, peer: Peer, headers: RequestHeaders) -> Caller:
+        if peer.uid is None:
+            raise Refusal(
+                403,
+                "unknown_user",
+                "the kernel does not tell this server which user you are: it runs in another user namespace",
+            )
+        is_admin = peer.uid == 0
+        # An administrator's key counts here too, but the user stays the one that the kernel says.
+        if headers.authorization is not None and self._by_key(headers.authorization).is_admin:
+            is_admin = True
+        return Caller(peer.account, is_admin, peer)
 
     def _is_here(self, scope: Scope, headers: RequestHeaders) -> bool:
         """Whether it comes from loopback and not through a proxy; nginx may add no header, but uses HTTP/1.0."""

@@ -15,7 +15,8 @@ from dotenv import dotenv_values
 
 from gpu_worker_pool.config import EndpointConfig, read_servers
 from gpu_worker_pool.environment import Environment, number, one_of, parse_bool, plain_text, printable, refused
-from gpu_worker_pool.hardware.readers.choose import check_backend
+from gpu_worker_pool.hardware.readers.choose import check_backend, complete_backend, read_outsiders
+from gpu_worker_pool.host_socket import parse_socket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -180,8 +181,12 @@ class ServerSettings:
     #: None where the variable is not set: all GPUs are shown. Empty: none.
     cuda_visible_devices: str | None = None
     gpu_backend: str = _variable("auto", check_backend)
+    #: Idle outsiders on simulated GPUs, such as `0:15GiB`.
+    gpu_simulated_outsiders: str | None = None
     #: Where readings and leases are stored; None: the default.
     gpu_pool_state_dir: str | None = _variable(None, plain_text)
+    #: The Unix socket to listen on, besides TCP; None: there is none.
+    gpu_pool_socket: str | None = _variable(None, parse_socket)
     #: Keys for callers on other hosts, and for administrators: secrets, shown nowhere.
     gpu_pool_api_keys: tuple[str, ...] = field(default=(), repr=False)
     gpu_pool_admin_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -191,10 +196,15 @@ class ServerSettings:
     gpu_pool_hosts: tuple[str, ...] = _variable((), _parse_hosts)
     #: After how many seconds without load a holder counts as idle.
     gpu_pool_idle_after: float = _variable(1800.0, number(float, 1, 1e9))
-    #: How many waiting requests one key, or all programs on this host together, may have.
+    #: How many waiting requests one key, one user of the socket, or all other programs on this host may have.
     gpu_pool_most_waiting: int = _variable(1000, number(int, 1, 1_000_000))
     #: Servers of other hosts that the live page also shows.
     gpu_pool_peers: tuple[EndpointConfig, ...] = ()
+
+    @property
+    def backend(self) -> str:
+        """`gpu_backend` with the simulated outsiders."""
+        return complete_backend(self.gpu_backend, self.gpu_simulated_outsiders)
 
     @classmethod
     def from_environment(
@@ -202,7 +212,8 @@ class ServerSettings:
     ) -> Self:
         """`complain` is called with a message for every value that cannot be used."""
         env = read_environment(complain) if environ is None else environ
-        get = Environment(env, complain).get
+        environment = Environment(env, complain)
+        get = environment.get
         read: dict[str, Any] = {
             each.name: get(each.name.upper(), each.default, each.metadata["parse"])
             for each in fields(cls)
@@ -222,6 +233,7 @@ class ServerSettings:
             read["cuda_visible_devices"] = printable(visible)
         return cls(
             **read,
+            gpu_simulated_outsiders=read_outsiders(read["gpu_backend"], environment),
             gpu_pool_api_keys=_get_keys("GPU_POOL_API_KEYS", env, complain),
             gpu_pool_admin_keys=_get_keys("GPU_POOL_ADMIN_KEYS", env, complain),
             gpu_pool_peers=read_peers("GPU_POOL_PEERS", env.get("GPU_POOL_PEERS", ""), complain),

@@ -43,6 +43,9 @@ def readings_of(gpus: Iterable[GPUReading]) -> tuple[Reading, ...]:
                     # It may already be leased under the UUID that it reported a moment ago.
                     gpu.fault or (NO_UUID if gpu.uuid is None else None),
                     gpu.processes,
+                    gpu.graphics,
+                    reports_processes=gpu.reports_processes,
+                    has_unified_memory=gpu.unified_memory,
                 )
             )
     return tuple(readings)
@@ -61,6 +64,7 @@ def _of_device(gpu: GPUReading, device: MIGReading) -> Reading:
         reports_utilization=False,
         fault=device.fault or gpu.fault,
         processes=device.processes,
+        graphics=device.graphics,
         is_mig_device=True,
     )
 

@@ -40,7 +40,18 @@ def process_identity() -> dict[str, Any]:
 
 def name_of_this_process() -> str:
     """The same as one word, with the boot id, for `is_gone`."""
-    identity = process_identity()
+    return _name(process_identity())
+
+
+def name_of_process(pid: int) -> str:
+    """The name of another process, by its pid in our pid namespace; empty where it cannot be known."""
+    stat = process_stat(pid) if pid > 0 else None
+    if stat is None:
+        return ""
+    return _name({"pid": pid, "started_at": stat.started_at, "namespace": _pid_namespace()})
+
+
+def _name(identity: Mapping[str, Any]) -> str:
     return f"{boot_id()}/{identity['namespace']}/{identity['pid']}/{identity['started_at']}"
 
 

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import stat
+import time
 from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -22,14 +23,15 @@ from gpu_worker_pool import forks
 from gpu_worker_pool.core.readings import ProcessReading
 from gpu_worker_pool.hardware.processes import boot_id, is_stopped, process_identity
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUReading, HostSample, MIGReading
-from gpu_worker_pool.state_directory import shared_mode
+from gpu_worker_pool.state_directory import share_file
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 #: Part of the file's name, so that versions with different formats do not mix.
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _READ_BYTES: Final = 1 << 20
+_SETTLE_SECONDS: Final = 0.05
 _IDENTITY_BYTES: Final = 128
 _LINE_OPENS: Final = b'{"number":'
 
@@ -172,16 +174,27 @@ def _open_shared(path: Path) -> int:
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         # Without O_CREAT: in a world-writable folder the kernel refuses it for files of other users.
-        descriptor = os.open(path, flags)
+        descriptor = _open_settled(path, flags)
     except FileNotFoundError:
-        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
-        # The permissions come from the folder, not from the umask of the first process.
-        with contextlib.suppress(OSError):
-            os.fchmod(descriptor, shared_mode(path.parent))
+        descriptor = os.open(path, flags | os.O_CREAT, 0o600)
+        with contextlib.suppress(OSError):  # another process was faster, and does the same
+            share_file(descriptor, path.parent)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return descriptor
+
+
+def _open_settled(path: Path, flags: int) -> int:
+    """A file that another user just makes is closed to us for a moment: so try more than once."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        try:
+            return os.open(path, flags)
+        except PermissionError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
 
 
 # --- lines ---
@@ -235,10 +248,12 @@ def _decode(line: bytes) -> HostSample | None:
 
 
 def _decode_gpu(gpu: dict[str, Any]) -> GPUReading:
-    devices = tuple(MIGReading(**mig | {"processes": _decode_processes(mig)}) for mig in gpu["mig_devices"])
-    return GPUReading(**gpu | {"processes": _decode_processes(gpu), "mig_devices": devices})
+    devices = tuple(MIGReading(**mig | _decode_processes(mig)) for mig in gpu["mig_devices"])
+    return GPUReading(**gpu | _decode_processes(gpu) | {"mig_devices": devices})
 
 
-def _decode_processes(device: dict[str, Any]) -> tuple[ProcessReading, ...] | None:
-    processes = device["processes"]
-    return None if processes is None else tuple(ProcessReading(**process) for process in processes)
+def _decode_processes(device: dict[str, Any]) -> dict[str, tuple[ProcessReading, ...] | None]:
+    return {
+        name: None if device[name] is None else tuple(ProcessReading(**process) for process in device[name])
+        for name in ("processes", "graphics")
+    }

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.errors import DriverError
+from gpu_worker_pool.errors import DriverError, LedgerUnusableError
 from gpu_worker_pool.hardware.readers.choose import make_reader, readings_name
 from gpu_worker_pool.hardware.sample_log import SampleLog
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, HostSample
@@ -199,7 +199,7 @@ class Sampler:
         if self._log is None and self._open_log is not None and boot_time() >= self._open_log_at:
             try:
                 self._log = self._open_log()
-            except OSError as error:
+            except (OSError, LedgerUnusableError) as error:
                 self._complain(error)
         if self._log is None:
             return
@@ -240,7 +240,7 @@ class Sampler:
         else:
             self._complaint = ""
 
-    def _complain(self, error: OSError) -> None:
+    def _complain(self, error: OSError | LedgerUnusableError) -> None:
         if str(error) != self._complaint:
             self._complaint = str(error)
             logger.warning("cannot share readings with other processes, reading the GPUs alone: %s", error)

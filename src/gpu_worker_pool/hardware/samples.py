@@ -74,6 +74,7 @@ class MIGReading(_Sensors):
     memory_free_mb: float | None = None
     #: None if it is unknown which processes of the GPU are on this device.
     processes: tuple[ProcessReading, ...] | None = None
+    graphics: tuple[ProcessReading, ...] | None = None
     fault: str | None = None
 
 
@@ -103,6 +104,12 @@ class GPUReading(_Sensors):
     fault: str | None = None
     #: Compute processes on it; None if the reader may not see them.
     processes: tuple[ProcessReading, ...] | None = None
+    #: Processes that only draw, such as a desktop's; None if they cannot be seen.
+    graphics: tuple[ProcessReading, ...] | None = None
+    #: False if the driver cannot list processes at all.
+    reports_processes: bool = True
+    #: The GPU has no memory of its own: the memory above is the host's.
+    unified_memory: bool = False
     #: Empty if MIG is off, or no device was created.
     mig_devices: tuple[MIGReading, ...] = ()
     mig_enabled: bool = False

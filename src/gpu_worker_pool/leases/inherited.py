@@ -67,7 +67,10 @@ class InheritedLease:
     def check(self, lease: Lease | None) -> None:
         """`lease`: what the ledger knows of it now."""
         if lease is None or not lease.is_live:
-            raise LeaseEndedError(f"{self.lease_id}, inside which this program runs, has ended")
+            raise self.ended()
+
+    def ended(self) -> LeaseEndedError:
+        return LeaseEndedError(f"{self.lease_id}, inside which this program runs, has ended")
 
 
 def _suitable(gpus: Iterable[LeasedGPU], requirements: Requirements) -> list[LeasedGPU]:

@@ -101,6 +101,7 @@ class HeldLease:
         sent_at: float,
         *,
         is_inherited: bool = False,
+        within: str | None = None,
         assignment: GPUAssignment | None = None,
         now: Callable[[], float] = boot_time,
     ) -> None:
@@ -112,6 +113,8 @@ class HeldLease:
         self.gpus = gpus
         #: A process around this program holds it, renews it and releases it.
         self.is_inherited = is_inherited
+        #: The lease of which it is a part.
+        self.within = within
         #: Granted by the pool of this process, which needs no renewal.
         self.assignment = assignment
         #: Infinite for what lasts until it is released.
@@ -220,6 +223,15 @@ def _no_lease() -> None:
 def with_new_id(request: Request) -> Request:
     """The same request under an id and a token that only this sender knows."""
     return replace(request, request_id=secrets.token_hex(16), owner=secrets.token_urlsafe(24))
+
+
+def with_visibility_limit(
+    reasons: tuple[str, ...], request: Request, asked: Request, visible_devices: str | None
+) -> tuple[str, ...]:
+    """Mention the variable that limits what was asked for, since its user may not know of it."""
+    if not reasons or asked.requirements == request.requirements:
+        return reasons
+    return (f"{reasons[0]}; CUDA_VISIBLE_DEVICES={visible_devices} limits the choice", *reasons[1:])
 
 
 def requirements_at(endpoint_id: str, requirements: Requirements) -> Requirements | None:

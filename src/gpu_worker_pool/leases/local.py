@@ -1,6 +1,6 @@
 """Leases of this host's GPUs without a server, `local://`: all programs that use it share a ledger.
 
-A program that runs inside a lease, as `gpu-pool run` starts it, is given the GPUs of that lease.
+A program that runs inside a lease, as `gpu-pool run` starts it, is given the GPUs of that lease, or a part of them.
 """
 
 from __future__ import annotations
@@ -18,29 +18,33 @@ from gpu_worker_pool.broker.local import LocalBroker, local_user
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import LOCAL_ENDPOINT
 from gpu_worker_pool.core.assignments import Lease
+from gpu_worker_pool.core.origins import vouched
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.environment import Environment
 from gpu_worker_pool.errors import (
     ImpossibleRequestError,
     LedgerUnavailableError,
+    LedgerUnusableError,
     PoolStoppedError,
     ServiceRefusedError,
     ServiceRetryableError,
 )
-from gpu_worker_pool.hardware.leasable import readings_of, within_visible
-from gpu_worker_pool.hardware.proc import ancestors_of
+from gpu_worker_pool.hardware.leasable import within_visible
+from gpu_worker_pool.hardware.origin import origin_of_this_process
 from gpu_worker_pool.hardware.processes import is_gone, name_of_this_process
-from gpu_worker_pool.hardware.readers.choose import check_backend
+from gpu_worker_pool.hardware.readers.choose import check_backend, complete_backend, read_outsiders
 from gpu_worker_pool.hardware.samples import DriverAnswer
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
+from gpu_worker_pool.leases.around import LiveLease, lease_around
 from gpu_worker_pool.leases.inherited import InheritedLease
-from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting, with_visibility_limit
 from gpu_worker_pool.ledger.host import open_host_ledger
+from gpu_worker_pool.state_directory import announce_privacy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
-    from gpu_worker_pool.core.events import Request
+    from gpu_worker_pool.core.events import Origin, Request
     from gpu_worker_pool.hardware.samples import GPUReading, HostSample
     from gpu_worker_pool.ledger import Ledger, OnCommit
 
@@ -71,8 +75,9 @@ class LocalSettings:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
         variables = os.environ if environ is None else environ
         env = Environment(variables, logger.error)
+        backend = env.get("GPU_BACKEND", cls.backend, check_backend)
         return cls(
-            env.get("GPU_BACKEND", cls.backend, check_backend),
+            complete_backend(backend, read_outsiders(backend, env)),
             env.text("GPU_POOL_STATE_DIR") or None,
             variables.get("CUDA_VISIBLE_DEVICES"),
             env.text("GPU_POOL_LEASE_ID") or None,
@@ -84,8 +89,14 @@ class LocalLeaseService:
 
     url = LOCAL_ENDPOINT
 
-    def __init__(self, endpoint_id: str, settings: LocalSettings) -> None:
+    def __init__(self, endpoint_id: str, settings: LocalSettings, *, divides_lease: bool = False) -> None:
+        """`divides_lease`: inside a lease, each request is granted a part of it, and waits for the others inside it.
+
+        The commands of a shell are for that: each of them runs one program. Otherwise the GPUs go to the workers of
+        this program at once, whatever else runs inside the lease: it is the program that the lease was acquired for.
+        """
         self.endpoint_id = endpoint_id
+        self._divides_lease = divides_lease
         self._settings = settings
         # Inside a lease, CUDA_VISIBLE_DEVICES lists what was leased, and is not a limit.
         self._visibility = VisibilityFilter(None if settings.lease_id else settings.visible_devices)
@@ -96,7 +107,9 @@ class LocalLeaseService:
         #: By request id: every poll must send the same request, even if the visible GPUs change meanwhile.
         self._requests: dict[str, Request] = {}
         self._inherited: InheritedLease | None = None
-        self._is_outside_lease = False
+        #: The lease inside which this program runs, once it was looked for.
+        self._around: LiveLease | None = None
+        self._is_around_known = False
         self._has_awaited_dead_holders = False
 
     @property
@@ -109,10 +122,11 @@ class LocalLeaseService:
             if not gpus:
                 raise ServiceRefusedError(NO_GPU)
             await self._until_dead_holders_are_noticed(host)
-            if (inherited := await self._inherit(host, gpus)) is not None:
+            around = await self._lease_around(host, gpus)
+            if (inherited := self._inherit(around)) is not None:
                 inherited.check(await host.broker.lease(inherited.lease_id))
                 return await inherited.take(request, wait_seconds)
-            asked = self._requests.get(request.request_id) or self._as_sent(request, gpus)
+            asked = self._requests.get(request.request_id) or self._as_sent(request, gpus, around)
             self._requests[request.request_id] = asked
             sent_at = boot_time()
             try:
@@ -122,8 +136,9 @@ class LocalLeaseService:
                 raise
         if isinstance(found, Lease):
             self._requests.pop(request.request_id, None)
-            return HeldLease(self, request, found.lease_id, found.fence, _leased(found), sent_at)
-        return StillWaiting(found.position, self._with_limit(found.reasons, request, asked))
+            return HeldLease(self, request, found.lease_id, found.fence, _leased(found), sent_at, within=found.within)
+        reasons = with_visibility_limit(found.reasons, request, asked, self._settings.visible_devices)
+        return StillWaiting(found.position, reasons)
 
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
         async with asyncio.timeout(timeout_seconds), self._ledger() as broker:
@@ -160,7 +175,7 @@ class LocalLeaseService:
         """The sample, those of its GPUs that this program may use, and the leases that block them."""
         async with self._host() as host:
             sample = await host.sample()
-            inherited = await self._inherit(host, _gpus_in(sample))
+            inherited = self._inherit(await self._lease_around(host, _gpus_in(sample)))
             held = await host.broker.held()
         gpus = self._visibility.apply(_gpus_in(sample)).gpus
         if inherited is None:
@@ -175,9 +190,17 @@ class LocalLeaseService:
             if self._opening is None:
                 self._is_resting = False
                 self._opening = asyncio.get_running_loop().create_task(self._open())
-            yield await asyncio.shield(self._opening)
+            opening = self._opening
+            try:
+                host = await asyncio.shield(opening)
+            except LedgerUnusableError:
+                if self._opening is opening:
+                    self._opening = None  # the next request looks again
+                raise
+            yield host
 
     async def _open(self) -> LocalBroker:
+        announce_privacy(self._settings.state_dir)
         host = LocalBroker(self._settings.backend, settings=_SETTINGS, state_dir=self._settings.state_dir)
         await host.start()
         return host
@@ -217,71 +240,51 @@ class LocalLeaseService:
 
     # --- the request ---
 
-    def _as_sent(self, request: Request, gpus: Sequence[GPUReading]) -> Request:
+    def _as_sent(self, request: Request, gpus: Sequence[GPUReading], around: LiveLease | None) -> Request:
+        requirements = request.requirements
+        if around is None:
+            requirements = within_visible(requirements, gpus, self._visibility)
         return replace(
             request,
-            requirements=within_visible(request.requirements, gpus, self._visibility),
+            requirements=requirements,
+            within=None if around is None else around.lease_id,
             owner=self._user,
             account=self._user,
             process=self._process,
+            origin=self._origin(request),
         )
 
-    def _with_limit(self, reasons: tuple[str, ...], request: Request, asked: Request) -> tuple[str, ...]:
-        """Mention the variable that limits the request, since its user may not know of it."""
-        if not reasons or asked.requirements == request.requirements:
-            return reasons
-        return (f"{reasons[0]}; CUDA_VISIBLE_DEVICES={self._settings.visible_devices} limits the choice", *reasons[1:])
+    def _origin(self, request: Request) -> Origin:
+        """Of this process; or of the one for which it holds the GPU, as `gpu-pool` does for a command or a shell."""
+        mine = origin_of_this_process()
+        said = request.origin or mine
+        return vouched(said, user=mine.user, host=mine.host, pid=said.pid)
 
     # --- the lease that this program runs in ---
 
-    async def _inherit(self, host: LocalBroker, gpus: Sequence[GPUReading]) -> InheritedLease | None:
-        if self._inherited is not None or self._is_outside_lease:
-            return self._inherited
-        lease = None
-        if self._settings.lease_id is not None:
-            lease = await host.broker.lease(self._settings.lease_id)
-            if lease is None or not (lease.is_live and self._encloses_this_program(lease, gpus)):
-                lost = "GPU_POOL_LEASE_ID is %s, which is not one of your active leases: requesting GPUs without it"
-                logger.warning(lost, self._settings.lease_id)
-                # Outside a lease, CUDA_VISIBLE_DEVICES limits which GPUs this program can use.
-                self._visibility = VisibilityFilter(self._settings.visible_devices)
-                lease = None
-        if lease is None:
-            lease = self._lease_of_our_shell(await host.broker.held(), gpus)
-        if lease is None:
-            self._is_outside_lease = True
-            return None
-        self._inherited = InheritedLease(self, lease.lease_id, lease.fence, _leased(lease))
+    def _inherit(self, around: LiveLease | None) -> InheritedLease | None:
+        if self._inherited is None and around is not None and not self._divides_lease:
+            self._inherited = InheritedLease(self, around.lease_id, around.fence, around.gpus)
         return self._inherited
 
-    def _encloses_this_program(self, lease: Lease, gpus: Sequence[GPUReading]) -> bool:
-        """Lease ids are counters, so another ledger may have a different lease with this id: compare the GPUs."""
-        if lease.request.account == self._user:
-            return True
-        if lease.request.account.startswith("user:") or self._settings.visible_devices is None:
-            return False
-        visible = VisibilityFilter(self._settings.visible_devices).apply(gpus).gpus
-        names = {gpu.identity for gpu in visible} | {device.uuid for gpu in visible for device in gpu.mig_devices}
-        return len(visible) <= len(lease.gpu_ids) and set(lease.gpu_ids) <= names
-
-    def _lease_of_our_shell(self, held: Iterable[Lease], gpus: Sequence[GPUReading]) -> Lease | None:
-        """`CUDA_VISIBLE_DEVICES=$(gpu-pool wait)` says which GPUs a shell has, but not by which lease."""
-        visible = VisibilityFilter(self._settings.visible_devices).apply(gpus)
-        if not visible.is_filtering:
-            return None
-        names = {reading.gpu_id for reading in readings_of(visible.gpus)}
-        ancestors = tuple(f":{pid}" for pid in ancestors_of(os.getpid()))
-        for lease in held:
-            is_ours = lease.is_live and lease.request.account == self._user
-            if is_ours and lease.request.worker_id.endswith(ancestors) and set(lease.gpu_ids) == names:
-                return lease
-        return None
+    async def _lease_around(self, host: LocalBroker, gpus: Sequence[GPUReading]) -> LiveLease | None:
+        if self._is_around_known:
+            return self._around
+        settings = self._settings
+        lease = lease_around(live_leases(await host.broker.held()), settings.lease_id, settings.visible_devices, gpus)
+        if lease is None:
+            # Outside a lease, CUDA_VISIBLE_DEVICES limits which GPUs this program can use.
+            self._visibility = VisibilityFilter(settings.visible_devices)
+        self._around, self._is_around_known = lease, True
+        return lease
 
 
 @asynccontextmanager
 async def _retryable() -> AsyncIterator[None]:
     try:
         yield
+    except LedgerUnusableError:
+        raise
     except (LedgerUnavailableError, PoolStoppedError, OSError) as error:  # TimeoutError is an OSError
         raise ServiceRetryableError(str(error) or "the ledger did not answer in time") from error
 
@@ -289,6 +292,18 @@ async def _retryable() -> AsyncIterator[None]:
 def _gpus_in(sample: HostSample) -> tuple[GPUReading, ...]:
     assert isinstance(sample.answer, DriverAnswer)  # as `LocalBroker.sample` promises
     return sample.answer.gpus
+
+
+def live_leases(held: Iterable[Lease]) -> list[LiveLease]:
+    found = []
+    for lease in held:
+        account = lease.request.account
+        is_ours = account == local_user() if account.startswith("user:") else None
+        if lease.is_live:
+            origin = lease.request.origin
+            pid = None if origin is None else origin.pid
+            found.append(LiveLease(lease.lease_id, lease.fence, lease.request.worker_id, _leased(lease), is_ours, pid))
+    return found
 
 
 def _leased(lease: Lease) -> tuple[LeasedGPU, ...]:

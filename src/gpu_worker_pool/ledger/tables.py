@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, Final
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.replication import Counters, GPUHistory
-from gpu_worker_pool.core.saved import after_reboot, lease_of, moment_of, outcome_of, to_json, waiter_of
+from gpu_worker_pool.core.saved import (
+    after_reboot,
+    lease_of,
+    moment_of,
+    outcome_of,
+    to_json,
+    waiter_of,
+    with_later_fields,
+    without_later_fields,
+)
 from gpu_worker_pool.errors import LedgerUnavailableError
 
 if TYPE_CHECKING:
@@ -66,6 +75,14 @@ WHEN EXISTS (SELECT 1 FROM promised WHERE gpu_id = new.gpu_id AND (is_shared = 0
 BEGIN SELECT RAISE(ABORT, 'this GPU is promised already'); END;
 """
 
+#: What the first version did not have; `Tables` adds it to a ledger without it. Older versions do not look at it, and
+#: their transactions run the trigger.
+LATER_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS later_fields (request_id TEXT PRIMARY KEY, data TEXT NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS later_fields_forgotten AFTER DELETE ON requests
+BEGIN DELETE FROM later_fields WHERE request_id = old.request_id; END;
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Meta:
@@ -85,6 +102,9 @@ class Meta:
 class Tables:
     def __init__(self, connection: apsw.Connection) -> None:
         self._execute = connection.execute
+        if connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'later_fields_forgotten'").fetchone() is None:
+            with connection:
+                connection.execute(LATER_SCHEMA)
         #: The rows of the table `gpus`, as far as this process knows.
         self._gpu_rows: dict[str, tuple[Any, ...]] = {}
 
@@ -104,11 +124,11 @@ class Tables:
     def load(self, pool: Pool, since_revision: int | None, meta: Meta) -> None:
         """Replicate the changes since that revision into the pool; None: all live requests, into an empty one."""
         if since_revision is None:
-            found = self._execute("SELECT kind, data FROM requests WHERE ended_at IS NULL")
+            found = self._execute(f"{_ROWS} WHERE ended_at IS NULL")
             self._gpu_rows.clear()
         else:
-            found = self._execute("SELECT kind, data FROM requests WHERE revision > ?", (since_revision,))
-        news = [_known(kind, data) for kind, data in found]
+            found = self._execute(f"{_ROWS} WHERE revision > ?", (since_revision,))
+        news = [_known(kind, data, later) for kind, data, later in found]
         # In order of arrival, whichever was written last.
         news.sort(key=lambda known: known.ticket if isinstance(known, Waiter) else 0)
         histories = []
@@ -123,14 +143,14 @@ class Tables:
         pool.replicate(news, histories, counters)
 
     def ended_request(self, request_id: str) -> Outcome | None:
-        row = self._execute(
-            "SELECT data FROM requests WHERE request_id = ? AND kind = 'outcome'", (request_id,)
-        ).fetchone()
-        return None if row is None else outcome_of(json.loads(row[0]))
+        return self._outcome("request_id", request_id)
 
     def ended_lease(self, lease_id: str) -> Outcome | None:
-        row = self._execute("SELECT data FROM requests WHERE lease_id = ? AND kind = 'outcome'", (lease_id,)).fetchone()
-        return None if row is None else outcome_of(json.loads(row[0]))
+        return self._outcome("lease_id", lease_id)
+
+    def _outcome(self, column: str, value: str) -> Outcome | None:
+        row = self._execute(f"{_ROWS} WHERE {column} = ? AND kind = 'outcome'", (value,)).fetchone()
+        return None if row is None else outcome_of(_with_later(row[1], row[2]))
 
     # --- writing ---
 
@@ -159,18 +179,26 @@ class Tables:
             kind, lease_id = _LEASE, known.lease_id
             if known.fence > last_fence:
                 is_shared = known.request.requirements.share
+                # A lease divides its GPUs: each of them is promised to one inside it, too.
+                inside = "" if known.within is None else f"{known.within}/"
                 for gpu_id in known.gpu_ids:
-                    self._execute("INSERT INTO promised VALUES (?, ?, ?)", (gpu_id, lease_id, is_shared))
+                    self._execute("INSERT INTO promised VALUES (?, ?, ?)", (inside + gpu_id, lease_id, is_shared))
         elif not isinstance(known, Waiter):
             kind, ended_at = _OUTCOME, known.at
             if known.lease is not None:
                 lease_id = known.lease.lease_id
                 self._execute("DELETE FROM promised WHERE lease_id = ?", (lease_id,))
+        row = to_json(known)
+        later = without_later_fields(row)
         self._execute(
             "INSERT INTO requests VALUES (?1, ?2, ?3, ?4, ?5, ?6) ON CONFLICT (request_id) DO UPDATE"
             " SET kind = ?2, lease_id = ?3, ended_at = ?4, revision = ?5, data = ?6",
-            (known.request.request_id, kind, lease_id, ended_at, revision, _encode(to_json(known))),
+            (known.request.request_id, kind, lease_id, ended_at, revision, _encode(row)),
         )
+        if later:  # a request never changes, so once is enough
+            self._execute(
+                "INSERT OR IGNORE INTO later_fields VALUES (?, ?)", (known.request.request_id, _encode(later))
+            )
 
     def _write_gpu(self, gpu: GPUResourceState, revision: int) -> None:
         endpoint_id, freed_at, read_after = gpu.endpoint.endpoint_id, to_json(gpu.freed_at), to_json(gpu.read_after)
@@ -215,8 +243,16 @@ class Tables:
         return replace(meta, revision=revision, now=now, boot_id=boot_id)
 
 
-def _known(kind: str, data: str) -> Waiter | Lease | Outcome:
-    row = json.loads(data)
+_ROWS: Final = "SELECT kind, requests.data, later_fields.data FROM requests LEFT JOIN later_fields USING (request_id)"
+
+
+def _with_later(data: str, later: str | None) -> dict[str, Any]:
+    row: dict[str, Any] = json.loads(data)
+    return row if later is None else with_later_fields(row, json.loads(later))
+
+
+def _known(kind: str, data: str, later: str | None) -> Waiter | Lease | Outcome:
+    row = _with_later(data, later)
     if kind == _WAITER:
         return waiter_of(row)
     return lease_of(row) if kind == _LEASE else outcome_of(row)

@@ -6,14 +6,17 @@ import asyncio
 import os
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from gpu_worker_pool.cli.keys import Tokens
+from gpu_worker_pool.cli.running import remembered_leases
 from gpu_worker_pool.cli.running.remembered_leases import RememberedLeases
-from gpu_worker_pool.config import EndpointConfig
+from gpu_worker_pool.cli.views.http_host import HTTPHost
+from gpu_worker_pool.config import EndpointConfig, MultiEndpointConfigurationManager
 from gpu_worker_pool.core import Request
-from gpu_worker_pool.errors import RequestEndedError
+from gpu_worker_pool.errors import RequestEndedError, ServiceRefusedError
 from gpu_worker_pool.leases.lease import HeldLease, StillWaiting, with_new_id
 
 DAY_SECONDS = 24 * 3600.0
@@ -107,3 +110,25 @@ def test_a_request_that_is_made_anew_has_one_token(tokens: Tokens, tmp_path: Pat
     assert tokens.of(again.request_id) == again.owner
     asyncio.run(leases.cancel(again))
     assert kept(tmp_path) == []
+
+
+async def test_what_the_command_line_says_about_keys_can_be_typed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not how a Python program would allow it."""
+    monkeypatch.setenv("GPU_POOL_API_KEY", "k" * 20)
+    endpoint = EndpointConfig("lab", "http://not-this-host.invalid:8000")
+
+    def never() -> Any:
+        raise AssertionError("nothing must be sent")
+
+    monkeypatch.setattr(remembered_leases, "_session", never)
+    service = remembered_leases.server_leases(endpoint, MultiEndpointConfigurationManager())
+    host = HTTPHost(endpoint, cast("Any", None))
+    for refused in (
+        service.acquire(new_request(), wait_seconds=0, may_reserve=True),
+        host.release("lease-1", "t" * 20),
+        host.cancel("request", "t" * 20),
+    ):
+        with pytest.raises(ServiceRefusedError) as caught:
+            await refused
+        assert str(caught.value).endswith("in a network you trust, set GPU_POOL_ALLOW_INSECURE_KEY=1")
+        assert "=True" not in str(caught.value)

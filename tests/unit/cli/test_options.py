@@ -15,6 +15,7 @@ from gpu_worker_pool.cli.commands import run as run_module
 from gpu_worker_pool.cli.commands import wait as wait_module
 from gpu_worker_pool.cli.options import requirements_options
 from gpu_worker_pool.cli.program import gpu_pool
+from gpu_worker_pool.cli.running import remote_command
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
 from gpu_worker_pool.core.requirements import Requirements
 
@@ -33,8 +34,36 @@ def requirements_of(*arguments: str) -> Requirements:
     return Requirements(**found[0])
 
 
-def test_no_option_means_the_defaults() -> None:
-    assert requirements_of() == Requirements()
+def test_no_option_means_the_defaults_and_an_idle_gpu() -> None:
+    assert requirements_of() == Requirements(policy="idle")
+
+
+@pytest.mark.parametrize(
+    ("words", "policy"),
+    [
+        ("", "idle"),
+        ("-n 2 --model A100 --memory 8GiB", "idle"),
+        ("--idle", "idle"),
+        ("--policy idle", "idle"),
+        ("--policy thresholds", "thresholds"),
+        ("--max-memory-usage 50", "thresholds"),
+        ("--max-gpu-utilization 0", "thresholds"),
+        ("--idle --max-memory-usage 50", "idle"),
+        ("--policy idle --idle --max-gpu-utilization 5", "idle"),
+        ("--memory 8GiB --share", "thresholds"),
+        ("--memory 8GiB --share --idle", "idle"),
+        ("--memory 8GiB --share --policy idle", "idle"),
+    ],
+)
+def test_which_policy_options_choose(words: str, policy: str) -> None:
+    assert requirements_of(*words.split()).policy == policy
+
+
+@pytest.mark.parametrize("words", ["--idle --policy thresholds", "--policy thresholds --idle", "--policy free"])
+def test_policies_that_exclude_each_other(words: str) -> None:
+    done = CliRunner().invoke(gpu_pool, ["explain", *words.split()])
+    assert done.exit_code == 2
+    assert "--policy" in done.output
 
 
 ALL = [
@@ -106,3 +135,44 @@ def test_every_requirement_reaches_the_lease_spec(
     assert (spec.label, spec.ttl_seconds) == ("nightly", 30.0)
     assert spec.endpoints == ["http://gpu-1:8000"]
     assert LeaseSpec(**json.loads(json.dumps(spec._asdict()))) == spec
+
+
+@pytest.mark.parametrize(
+    ("words", "target", "command"),
+    [
+        (["true"], None, ("true",)),
+        (["--ssh", "python", "train.py"], "", ("python", "train.py")),
+        (["--ssh", "--", "python"], "", ("python",)),
+        (["--ssh=ana@gpu-1", "python"], "ana@gpu-1", ("python",)),
+        (["--ssh", "-q", "python"], "", ("python",)),
+        (["--label", "--ssh", "python", "--ssh"], None, ("python", "--ssh")),
+        (["-qn", "1", "--ssh", "python"], "", ("python",)),
+        (["-n1", "--ssh", "python"], "", ("python",)),
+        (["--", "--ssh", "x"], None, ("--ssh", "x")),
+    ],
+)
+def test_the_word_after_ssh_is_the_command(
+    words: list[str], target: str | None, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[tuple[str, ...], LeaseSpec]] = []
+
+    def capture(command: tuple[str, ...], spec: LeaseSpec, *_: object, **__: object) -> NoReturn:
+        found.append((command, spec))
+        raise click.Abort
+
+    monkeypatch.setenv("GPU_POOL_SSH", "true")
+    monkeypatch.setattr(run_module, "check_command", lambda _: None)
+    monkeypatch.setattr(run_module, "CommandOnGPU", capture)
+    monkeypatch.setattr(remote_command, "CommandOverSSH", capture)
+    done = CliRunner().invoke(gpu_pool, ["run", *words])
+    assert found, done.output
+    assert (found[0][0], found[0][1].ssh_target) == (command, target)
+
+
+def test_ssh_and_here_exclude_each_other() -> None:
+    done = CliRunner().invoke(gpu_pool, ["run", "--ssh", "--here", "true"])
+    assert done.exit_code == 2
+    assert "exclude each other" in done.output
+    done = CliRunner().invoke(gpu_pool, ["run", "--ssh=-oProxyCommand=x", "true"])
+    assert done.exit_code == 2
+    assert "--ssh must be a host, or user@host" in done.output

@@ -18,6 +18,11 @@ from gpu_worker_pool.cli.quantities import Duration, GPUNames, MemorySize, Perce
         (" 512 MiB ", 512.0),
         ("1.5GiB", 1536.0),
         ("1TiB", 1024.0**2),
+        ("8G", 8192.0),
+        ("8g", 8192.0),
+        ("512M", 512.0),
+        ("0.5t", 1024.0**2 / 2),
+        ("8gb", 8000.0),
     ],
 )
 def test_sizes(text: str, megabytes: float) -> None:
@@ -74,6 +79,33 @@ def test_names_of_gpus() -> None:
     assert GPUNames().convert("0, 2 GPU-6ec5", None, None) == ("0", "2", "GPU-6ec5")
     with pytest.raises(click.BadParameter):
         GPUNames().convert(" , ", None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("1-3", "write 1,2,3"),
+        ("0,2-4", "write 0,2,3,4"),
+        ("3-1", "write 1,2,3"),
+        ("lab:0-1", "write lab:0,lab:1"),
+        ("0-1,GPU-6ec5-1", "write 0,1,GPU-6ec5-1"),
+        ("0-999999999", "write indices or UUIDs such as 0,2"),
+        ("1 - 3", "write indices or UUIDs such as 0,2"),
+        ("1-", "write indices or UUIDs such as 0,2"),
+    ],
+)
+def test_a_range_is_a_usage_error_that_says_what_to_write(text: str, remedy: str) -> None:
+    with pytest.raises(click.BadParameter) as caught:
+        GPUNames().convert(text, None, None)
+    assert remedy in caught.value.message
+    if remedy.startswith("write indices"):
+        return
+    GPUNames().convert(remedy.removeprefix("write "), None, None)
+
+
+def test_the_beginning_of_a_uuid_is_not_a_range() -> None:
+    names = ("GPU-6ec5c1a2-4a1f", "MIG-1-3", "GPU-1-3")
+    assert GPUNames().convert(",".join(names), None, None) == names
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,14 @@ requirements = st.one_of(
     st.just(ANY_GPU),
     st.builds(Requirements, priority=st.sampled_from([0, 0, 1])),
     st.builds(Requirements, count=st.sampled_from([1, 2, 2, 3])),
-    st.builds(Requirements, memory_mb=st.sampled_from([10_000, 30_000, 60_000]), share=st.booleans()),
+    st.builds(Requirements, policy=st.just("idle")),
+    st.builds(
+        Requirements,
+        count=st.sampled_from([1, 1, 2]),
+        memory_mb=st.sampled_from([10_000, 30_000, 60_000]),
+        share=st.booleans(),
+        policy=st.sampled_from(["thresholds", "thresholds", "idle"]),
+    ),
     st.builds(
         Requirements,
         count=st.sampled_from([1, 1, 2]),
@@ -77,6 +84,25 @@ reading_changes = st.one_of(
     st.just({"fault": "GPU is lost"}),
     st.just({"is_leased_elsewhere": True}),
     st.just({"processes": None}),
+    st.just({"processes": None, "memory_used_mb": 20_000.0}),
+    st.just({"processes": None, "unnamed_processes": 2}),
+    # Explained by a desktop, by a desktop that is too large, by a process, and by none.
+    st.fixed_dictionaries(
+        {
+            "memory_used_mb": st.sampled_from([1_100.0, 4_000.0, 5_000.0]),
+            "graphics": st.sampled_from(
+                [None, (ProcessReading(9, memory_used_mb=1_000.0),), (ProcessReading(9, memory_used_mb=1_500.0),)]
+            ),
+        }
+    ),
+    st.fixed_dictionaries(
+        {
+            "has_unified_memory": st.just(True),
+            "processes": st.sampled_from([None, (), (ProcessReading(7),)]),
+            "memory_used_mb": st.sampled_from([None, 1_000.0, 70_000.0]),
+            "reports_processes": st.booleans(),
+        }
+    ),
     st.fixed_dictionaries({"processes": st.sampled_from([(ProcessReading(7),), (ProcessReading(8, 1.0),)])}),
 )
 
@@ -147,6 +173,7 @@ class Histories(RuleBasedStateMachine):
         owner=st.sampled_from(["me", "you"]),
         account=st.sampled_from(["", "", "ours"]),
         may_reserve=st.sampled_from([True, True, False]),
+        inside=st.sampled_from([None, None, 0, 1, 2, 5]),
     )
     def request(
         self,
@@ -157,10 +184,13 @@ class Histories(RuleBasedStateMachine):
         owner: str,
         account: str,
         may_reserve: bool,
+        inside: int | None,
     ) -> None:
+        """`inside`: which of the last leases it runs in, of which some have ended."""
+        within = None if inside is None or not self.lease_ids else self.some(self.lease_ids, inside)
         self.serial += 1
         ttl = 60.0 if polls is not None else ttl
-        request = Request(f"r{self.serial}", requirements, owner=owner, ttl_seconds=ttl, account=account)
+        request = Request(f"r{self.serial}", requirements, owner=owner, ttl_seconds=ttl, account=account, within=within)
         deadline = None if patience is None else self.now + patience
         most = self.settings_of_pool.most_waiting_of_an_account
         waiting = sum(each.request.account == account for each in self.oracle.waiting.values())
@@ -300,16 +330,17 @@ class Histories(RuleBasedStateMachine):
             told = explain(self.pool, request_id, self.now)
             assert told is not None
             assert told.waiting_seconds == pytest.approx(self.now - waiting.since)
-            earlier = sum(other.order < waiting.order for other in self.oracle.waiting.values())
+            earlier = sum(other.order < waiting.order for other in self.oracle.beside(waiting.request))
             assert told.position == 1 + earlier
             for gpu_told in told.gpus:
                 card = self.oracle.cards.get(gpu_told.gpu_id)
                 if card is not None:
-                    why_not = self.oracle.why_not(card, waiting.request.requirements, max(self.now, self.pool.now))
+                    why_not = self.oracle.why_not_for(card, waiting.request, max(self.now, self.pool.now))
                     own = [found for found in gpu_told.obstacles if found.kind != "kept"]
                     assert (why_not is None) == (not own), f"{gpu_told} but {why_not}"
         assert explain_requirements(self.pool, ANY_GPU, self.now).position == 1 + sum(
-            waiting.request.requirements.priority >= 0 for waiting in self.oracle.waiting.values()
+            waiting.request.requirements.priority >= 0 and waiting.request.within is None
+            for waiting in self.oracle.waiting.values()
         )
 
     @rule(is_reboot=st.booleans())

@@ -13,6 +13,7 @@ from gpu_worker_pool.core import (
     Effect,
     Ended,
     Event,
+    GPUsVanished,
     Granted,
     Lease,
     LeaseEnded,
@@ -20,6 +21,8 @@ from gpu_worker_pool.core import (
     Observed,
     PollAbandoned,
     PoolSettings,
+    ProcessReading,
+    QuarantineEnded,
     Reading,
     Released,
     Request,
@@ -57,7 +60,10 @@ class Card:
     begun_at: float
     #: Promises on it, oldest first, with the memory used and the processes seen before each.
     promises: dict[str, Lease] = field(default_factory=dict)
+    #: Leases inside those.
+    inner: dict[str, Lease] = field(default_factory=dict)
     used_before_first: float | None = None
+    percent_before_first: float | None = None
     processes_before_first: frozenset[tuple[int, float | None]] | None = None
     last_lease_ended: float = -math.inf
     #: When it last became nobody's; what a reading begun before shows is the load of whoever had it.
@@ -77,6 +83,8 @@ class Oracle:
         self.fence = 0
         self.arrivals = 0
         self.wake_at: float | None = None
+        #: Whether leases inside a lease may be lost with it now: an administrator ended it, or its GPUs are gone.
+        self.may_lose_inside = False
 
     # ---- following a history
 
@@ -87,6 +95,7 @@ class Oracle:
             for card in self.cards.values():
                 if card.endpoint == event.endpoint_id:
                     card.reading = None
+        self.may_lose_inside = isinstance(event, (QuarantineEnded, GPUsVanished))
         asked_again = None
         if isinstance(event, Requested):
             asked_again = self._saw_request(event, now)
@@ -97,7 +106,11 @@ class Oracle:
         for effect in effects:
             if isinstance(effect, LeaseEnded) and effect.lease.lease_id == ends_here:
                 ends_here = None  # it was lost in the same moment
-            if ends_here is not None and isinstance(effect, Granted) and effect.lease.lease_id != ends_here:
+            is_after_it = ends_here is not None and (
+                (isinstance(effect, Granted) and effect.lease.lease_id != ends_here)
+                or (isinstance(effect, LeaseEnded) and self.leases[ends_here].request.within == effect.lease.lease_id)
+            )
+            if ends_here is not None and is_after_it:
                 self._end_lease(ends_here, LeaseState.RELEASED, now)
                 ends_here = None
             self._saw_effect(effect, asked_again, now)
@@ -105,17 +118,38 @@ class Oracle:
             self._end_lease(ends_here, LeaseState.RELEASED, now)
         if isinstance(event, PollAbandoned) and event.poll_id:
             self._saw_one_go(event, now)
-        for request_id in list(self.waiting):
+        for request_id, waiting in self.waiting.items():
             assert request_id not in self.ended, f"{request_id} waits and has ended"
+            around = self._around(waiting.request)
+            assert waiting.request.within is None or (around is not None and around.state is LeaseState.HELD), (
+                f"{request_id} waits inside a lease that nobody holds"
+            )
 
     def _own_end(self, event: Event) -> str | None:
         if isinstance(event, Released) and event.lease_id in self.leases:
-            return event.lease_id
+            # What its holder released while others hold parts of it ends with them.
+            is_released = self.leases[event.lease_id].state is LeaseState.QUARANTINED
+            return None if is_released else event.lease_id
         if isinstance(event, Cancelled) and event.request_id not in self.waiting:
             for lease in self.leases.values():
                 if lease.request.request_id == event.request_id and lease.state is not LeaseState.QUARANTINED:
                     return lease.lease_id
         return None
+
+    def _around(self, request: Request) -> Lease | None:
+        return None if request.within is None else self.leases.get(request.within)
+
+    def _inside(self, lease_id: str) -> list[Lease]:
+        return [lease for lease in self.leases.values() if lease.request.within == lease_id]
+
+    def _outermost(self, lease: Lease) -> Lease:
+        while (around := self._around(lease.request)) is not None:
+            lease = around
+        return lease
+
+    def beside(self, request: Request) -> list[Waiting]:
+        """Those that wait for the same: inside the same lease, or outside any."""
+        return [other for other in self.waiting.values() if other.request.within == request.within]
 
     def _saw_request(self, event: Requested, now: float) -> str | None:
         request = event.request
@@ -142,7 +176,10 @@ class Oracle:
         if event.request_id in self.waiting:
             self.waiting[event.request_id].heard_until = -math.inf
         for lease in list(self.leases.values()):
-            if lease.request.request_id == event.request_id and lease.state is LeaseState.HELD:
+            has_reached_it = self._inside(lease.lease_id) or any(
+                other.request.within == lease.lease_id for other in self.waiting.values()
+            )
+            if lease.request.request_id == event.request_id and lease.state is LeaseState.HELD and not has_reached_it:
                 offer_deadline = now + self.settings.offer_ttl_seconds
                 self._keep_lease(replace(lease, state=LeaseState.OFFERED, expires_at=offer_deadline))
 
@@ -173,6 +210,9 @@ class Oracle:
             del self.waiting[effect.request_id]
             self.ended[effect.request_id] = effect.state
         elif isinstance(effect, LeaseEnded):
+            is_lost_with_another = effect.state is LeaseState.LOST and effect.lease.request.within is not None
+            if is_lost_with_another and effect.lease.state is not LeaseState.OFFERED:
+                assert self.may_lose_inside, "what was held inside a lease was lost with it"
             if effect.state is LeaseState.QUARANTINED:
                 assert self.leases[effect.lease.lease_id].state is not LeaseState.QUARANTINED
                 self._keep_lease(effect.lease)
@@ -194,19 +234,21 @@ class Oracle:
         self._judge_grant(waiting, lease, now)
         self.ended[request_id] = RequestState.GRANTED
         self.fence = lease.fence
-        for gpu_id in lease.gpu_ids:
+        for gpu_id in () if lease.request.within else lease.gpu_ids:
             card = self.cards[gpu_id]
             # Handed on before it was read again, it still has the level from before the one who had it.
             if not card.promises and card.begun_at > card.freed_at:
                 assert card.reading is not None
                 card.used_before_first = card.reading.memory_used_mb
+                card.percent_before_first = card.reading.memory_usage_percent
                 card.processes_before_first = card.reading.process_identities
         self._keep_lease(lease)
 
     def _keep_lease(self, lease: Lease) -> None:
         self.leases[lease.lease_id] = lease
         for gpu_id in lease.gpu_ids:
-            self.cards[gpu_id].promises[lease.lease_id] = lease
+            card = self.cards[gpu_id]
+            (card.inner if lease.request.within else card.promises)[lease.lease_id] = lease
 
     def _end_lease(self, lease_id: str, state: LeaseState, now: float) -> None:
         lease = self.leases.pop(lease_id, None)
@@ -214,6 +256,14 @@ class Oracle:
             return
         assert lease_id not in self.lease_ends, f"{lease_id} ended twice"
         self.lease_ends[lease_id] = state
+        assert not self._inside(lease_id), f"{lease_id} ended before what is inside it"
+        if lease.request.within is not None:
+            for gpu_id in lease.gpu_ids:
+                card = self.cards[gpu_id]
+                del card.inner[lease_id]
+                if self._outermost(lease).quarantine is not None:
+                    card.freed_at = card.last_lease_ended = now  # only what is read after this shows it empty
+            return
         was_told = lease.state is not LeaseState.OFFERED
         for gpu_id in lease.gpu_ids:
             card = self.cards[gpu_id]
@@ -238,16 +288,45 @@ class Oracle:
         assert len(set(lease.gpu_ids)) == requirements.count, "all or none"
         assert len({self.cards[gpu_id].endpoint for gpu_id in lease.gpu_ids}) == 1, "never across endpoints"
         for gpu_id in lease.gpu_ids:
-            why_not = self.why_not(self.cards[gpu_id], requirements, now)
+            why_not = self.why_not_for(self.cards[gpu_id], waiting.request, now)
             assert why_not is None, f"{gpu_id} was granted for {requirements} although {why_not}"
             self._judge_order(waiting, gpu_id, now)
-        self._judge_overtaking(waiting, lease, now)
+        if waiting.request.within is None:
+            self._judge_overtaking(waiting, lease, now)
+        else:
+            self._judge_overtaking_inside(waiting, now)
+        if requirements.share and waiting.request.within is None:
+            self._judge_packing(waiting, lease, now)
+
+    def _judge_packing(self, served: Waiting, lease: Lease, now: float) -> None:
+        """Shares fill the card with the least room that is enough; one that nobody shares comes last."""
+        if any(other.order < served.order for other in self.waiting.values()):
+            return  # cards may be kept for one of them
+        requirements = served.request.requirements
+
+        def room(gpu_id: str) -> float:
+            card = self.cards[gpu_id]
+            if not card.promises:
+                return math.inf
+            assert card.reading is not None
+            assert card.reading.memory_total_mb is not None
+            assert card.reading.memory_used_mb is not None
+            assert card.used_before_first is not None
+            declared = sum(each.request.requirements.memory_mb or math.inf for each in card.promises.values())
+            return card.reading.memory_total_mb - max(card.reading.memory_used_mb, card.used_before_first + declared)
+
+        widest = max(room(gpu_id) for gpu_id in lease.gpu_ids)
+        for gpu_id, card in self.cards.items():
+            if gpu_id in lease.gpu_ids or card.endpoint != lease.endpoint_id:
+                continue
+            if self.why_not(card, requirements, now) is None:
+                assert room(gpu_id) >= widest, f"{lease.gpu_ids} was shared out before {gpu_id} was full"
 
     def _judge_order(self, served: Waiting, gpu_id: str, now: float) -> None:
         """No barging: nobody is served before an earlier one that the same GPU would serve."""
-        for other in self.waiting.values():
+        for other in self.beside(served.request):
             if other.order < served.order and other.request.requirements.count == 1:
-                why_not = self.why_not(self.cards[gpu_id], other.request.requirements, now)
+                why_not = self.why_not_for(self.cards[gpu_id], other.request, now)
                 kept_for_another = self._is_kept_from(other, now)
                 assert why_not is not None or kept_for_another, (
                     f"{served.request.request_id} got {gpu_id} before {other.request.request_id}"
@@ -257,12 +336,12 @@ class Oracle:
         """Whether one before it has waited so long that GPUs may be kept for it."""
         return any(
             first.order < other.order and now - first.since >= self.settings.max_bypass_seconds
-            for first in self.waiting.values()
+            for first in self.beside(other.request)
         )
 
     def _judge_overtaking(self, served: Waiting, lease: Lease, now: float) -> None:
         """Rule 4: once it has waited `max_bypass`, the first such waiter is not passed on GPUs that could serve it."""
-        for first in sorted(self.waiting.values(), key=lambda waiting: waiting.order):
+        for first in sorted(self.beside(served.request), key=lambda waiting: waiting.order):
             if first.order > served.order:
                 return
             if now - first.since < self.settings.max_bypass_seconds or not first.may_reserve:
@@ -278,6 +357,18 @@ class Oracle:
                     assert why_not is not None, f"{served.request.request_id} took {gpu_id} from {first}"
             if keeping:
                 return
+
+    def _judge_overtaking_inside(self, served: Waiting, now: float) -> None:
+        """Inside a lease nobody passes one that has waited so long, if only others inside it are in its way."""
+        around = self._around(served.request)
+        assert around is not None
+        for first in self.beside(served.request):
+            if first.order < served.order and now - first.since >= self.settings.max_bypass_seconds:
+                sound = [
+                    self._why_never_inside(self.cards[gpu_id], first.request, around, now) is None
+                    for gpu_id in around.gpu_ids
+                ]
+                assert sum(sound) < first.request.requirements.count, f"{served} passed {first} inside {around}"
 
     def _could_have(self, waiting: Waiting, host: str, now: float) -> tuple[int, int]:
         eligible = soon = 0
@@ -312,7 +403,59 @@ class Oracle:
         needed = max(requirements.memory_mb or 0, requirements.min_free_memory_mb or 0)
         if reading.memory_total_mb is not None and needed > reading.memory_total_mb:
             return "too small"
+        is_blind = reading.has_unified_memory and not reading.reports_processes
+        if is_blind and (requirements.policy == "idle" or not reading.reports_utilization):
+            return "nothing ever shows whether it is idle"
         return None
+
+    def why_not_for(self, card: Card, request: Request, now: float) -> str | None:
+        """Outside by the rules for all; inside a lease by those for what it has."""
+        if request.within is None:
+            return self.why_not(card, request.requirements, now)
+        around, requirements = self._around(request), request.requirements
+        if around is None or around.state is not LeaseState.HELD:
+            return "nobody holds the lease around it"
+        if around.lease_id not in (*card.promises, *card.inner):
+            return "not a GPU of the lease around it"
+        why_never = self._why_never_inside(card, request, around, now)
+        if why_never is not None:
+            return why_never
+        beside = [lease for lease in card.inner.values() if lease.request.within == request.within]
+        if beside and not (requirements.share and all(lease.request.requirements.share for lease in beside)):
+            return "promised inside the lease"
+        if requirements.memory_mb is not None:
+            declared = sum(lease.request.requirements.memory_mb or math.inf for lease in beside)
+            room = self._room_inside(card, around)
+            if room is None or room - declared < requirements.memory_mb:
+                return "too little left inside the lease"
+        return None
+
+    def _why_never_inside(self, card: Card, request: Request, around: Lease, now: float) -> str | None:
+        """What does not end with the leases beside it. What the GPU is doing does not count."""
+        reading, requirements = card.reading, request.requirements
+        if reading is None or now - self.endpoint_begun[card.endpoint] > max(3 * self.settings.poll_seconds, 15):
+            return "not seen, or stale"
+        if reading.fault is not None:
+            return "unhealthy"
+        if self._never(reading, requirements) is not None:
+            return self._never(reading, requirements)
+        room = self._room_inside(card, around)
+        if requirements.memory_mb is not None and (room is None or room < requirements.memory_mb):
+            return "the lease around it has less, or nobody knows"
+        total, used = reading.memory_total_mb, reading.memory_used_mb
+        if requirements.min_free_memory_mb is not None and (
+            total is None or used is None or total - used < requirements.min_free_memory_mb
+        ):
+            return "too little free"
+        return None
+
+    def _room_inside(self, card: Card, around: Lease) -> float | None:
+        lease: Lease | None = around
+        while lease is not None:
+            if lease.request.requirements.share:
+                return lease.request.requirements.memory_mb
+            lease = self._around(lease.request)
+        return None if card.reading is None else card.reading.memory_total_mb
 
     def why_not(self, card: Card, requirements: Requirements, now: float) -> str | None:
         reading = card.reading
@@ -329,30 +472,61 @@ class Oracle:
         used, utilization = reading.memory_usage_percent, reading.utilization_percent
         memory_limit = requirements.memory_threshold
         utilization_limit = requirements.utilization_threshold
-        if not requirements.share:
+        is_idle_wanted = requirements.policy == "idle"
+        if not requirements.share and not is_idle_wanted:
             memory_limit = self.settings.memory_threshold_percent if memory_limit is None else memory_limit
             if utilization_limit is None:
                 utilization_limit = self.settings.utilization_threshold_percent
-        if used is None:
+        if used is None and not (is_idle_wanted and reading.has_unified_memory and memory_limit is None):
             return "memory unknown"
-        if memory_limit is not None and not used < memory_limit:
+        if used is not None and memory_limit is not None and not used < memory_limit:
             return "memory above threshold"
         if utilization is None and reading.reports_utilization:
             return "utilization unknown"
         if utilization is not None and utilization_limit is not None and not utilization < utilization_limit:
             return "utilization above threshold"
-        if (utilization is None or requirements.policy == "idle") and self._has_foreign_process(card, reading):
+        if utilization is None and self._foreign(card, reading) != []:
             return "foreign process, or none can be seen"
+        if is_idle_wanted and (why_in_use := self._why_in_use(card, reading)) is not None:
+            return why_in_use
         return self._no_room(card, reading, requirements)
 
-    def _has_foreign_process(self, card: Card, reading: Reading) -> bool:
+    def _foreign(self, card: Card, reading: Reading) -> list[ProcessReading] | None:
+        """Those that compute and are nobody's of the pool; None where that cannot be seen."""
         if reading.processes is None:
-            return True
+            return None
         if not card.promises:
-            return len(reading.processes) > 0
+            return list(reading.processes)
         if card.processes_before_first is None:
-            return True
-        return any(process.identity in card.processes_before_first for process in reading.processes)
+            return None
+        return [process for process in reading.processes if process.identity in card.processes_before_first]
+
+    def _why_in_use(self, card: Card, reading: Reading) -> str | None:
+        """Idle: nobody else computes there, a desktop has at most 1 GiB, and nearly no memory is unexplained."""
+        foreign = self._foreign(card, reading)
+        if foreign or reading.unnamed_processes:
+            return "a foreign process computes"
+        drawn_mb = sum(each.memory_used_mb for each in reading.graphics or () if each.memory_used_mb is not None)
+        if drawn_mb > 1024:
+            return "a desktop that uses much"
+        if reading.has_unified_memory:
+            return "no process can be seen" if foreign is None else None
+        if card.promises and foreign is not None:
+            return None  # the rest is theirs
+        percent: float | None
+        if card.promises:
+            used_mb, percent = card.used_before_first, card.percent_before_first
+            if used_mb is None and percent is None:
+                return "neither processes nor memory were seen"
+        else:
+            used_mb, percent = reading.memory_used_mb, reading.memory_usage_percent
+            if used_mb is not None:
+                computed_mb = sum(each.memory_used_mb or 0 for each in reading.processes or ())
+                used_mb = used_mb - drawn_mb - computed_mb
+        if used_mb is None:
+            return "unexplained memory" if percent is not None and percent >= 5 else None
+        limit_mb = max(1024.0, 0.05 * (reading.memory_total_mb or 0))
+        return "unexplained memory" if used_mb >= limit_mb else None
 
     def _no_room(self, card: Card, reading: Reading, requirements: Requirements) -> str | None:
         promised = list(card.promises.values())

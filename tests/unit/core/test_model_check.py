@@ -84,12 +84,14 @@ def askers(
     listens: float | None = None,
     ttl: float | None = None,
     asks: tuple[str, ...] = ("",),
+    within: str | None = None,
+    behind: str | None = None,
     **requirements: Any,
 ) -> tuple[Asker, ...]:
     wanted = Requirements(**requirements) if requirements else ANY_GPU
     return tuple(
-        Asker(Request(name, wanted, ttl_seconds=ttl), waits, listens, after, asks)
-        for name, after in zip(names, (None, *names), strict=False)
+        Asker(Request(name, wanted, ttl_seconds=ttl, within=within), waits, listens, after, asks)
+        for name, after in zip(names, (behind, *names), strict=False)
     )
 
 
@@ -205,10 +207,13 @@ class World:
     def _check_order(self, now: float) -> None:
         """Nothing is kept from the first, and for nobody too early; of the others, the invariants say the same."""
         oracle, reserved_for = self.oracle, self.pool.reserved_for
-        if oracle.waiting:
-            first = min(oracle.waiting.values(), key=lambda waiting: waiting.order)
+        for within in {waiting.request.within for waiting in oracle.waiting.values()}:
+            queue = (waiting for waiting in oracle.waiting.values() if waiting.request.within == within)
+            first = min(queue, key=lambda waiting: waiting.order)
             requirements = first.request.requirements
-            able = [card.endpoint for card in oracle.cards.values() if oracle.why_not(card, requirements, now) is None]
+            able = [
+                card.endpoint for card in oracle.cards.values() if oracle.why_not_for(card, first.request, now) is None
+            ]
             assert all(able.count(host) < requirements.count for host in able), f"{first} could be served"
         is_due = reserved_for is None or now - reserved_for.enqueued_at >= self.pool.settings.max_bypass_seconds
         assert is_due, "GPUs are kept for one that has not waited long enough"
@@ -219,7 +224,10 @@ class World:
         is_quick = not any(lease.state is LeaseState.QUARANTINED for lease in pool.leases)
         impatient = {name for _, kind, name in pool.timers.items() if kind == "waiter"}
         waiting = [
-            each.request for each in pool.queue.in_order() if is_quick or each.request.request_id not in impatient
+            each.request
+            for each in pool.queue.in_order()
+            # Those inside a lease end with it.
+            if each.request.within is None and (is_quick or each.request.request_id not in impatient)
         ]
         for _ in range(12):
             now += pause
@@ -430,6 +438,41 @@ SMALL = [
         {"": 2},
         TIMED,
         others=(GPUsVanished(("0",)),),
+    ),
+]
+
+#: "lease-1" is the first lease there is: that of "outer", or of "next" if "outer" gives up before.
+INSIDE = askers("a", "b", ttl=STEP, within="lease-1")
+SMALL += [
+    Scenario(
+        "inside a lease",
+        (480, 5_600),
+        askers("outer", ttl=2 * STEP) + INSIDE + askers("next", behind="outer", ttl=STEP),
+        {"": 1},
+        said=("is released", "lost its holder", "is let out of quarantine"),
+    ),
+    Scenario(
+        "inside a lease, over time",
+        (1_300, 17_000),
+        askers("outer", ttl=2 * STEP) + askers("a", "b", ttl=STEP, within="lease-1"),
+        {"": 1},
+        TIMED,
+    ),
+    Scenario(
+        "inside an inner lease",
+        (270, 4_100),
+        askers("outer", ttl=STEP) + askers("a", ttl=STEP, within="lease-1") + askers("b", ttl=STEP, within="lease-2"),
+        {"": 1},
+        said=(*LEASE, "provably lost its holder"),
+        others=(GPUsVanished(("0",)),),
+    ),
+    Scenario(
+        "sharing inside a share",
+        (150, 1_200),
+        askers("outer", memory_mb=50_000, share=True, ttl=STEP)
+        + askers("some", "more", memory_mb=30_000, share=True, within="lease-1")
+        + askers("less", memory_mb=20_000, share=True, behind="outer"),
+        {"": 1},
     ),
 ]
 

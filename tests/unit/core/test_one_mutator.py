@@ -25,9 +25,10 @@ PARTS_OF_POOL = {
 FIELDS = frozenset(vars(Pool(PoolSettings())))
 #: Of the parts of a pool, what only looks.
 READS = frozenset(
-    {"available", "copy", "get", "gpus_of", "heads", "impossible", "in_order", "is_any_gpu", "is_eligible", "is_fresh"}
+    {"available", "copy", "enclosing", "get", "gpus_of", "heads", "impossible", "in_order", "inside", "is_any_gpu"}
+    | {"is_eligible", "is_fresh"}
     | {"is_old", "items", "keys", "lookup", "next_at", "of_account", "of_lease", "only_class", "position"}
-    | {"request_class", "request_classes", "size", "values"}
+    | {"enclosing", "inside", "request_class", "request_classes", "size", "values"}
 )
 
 

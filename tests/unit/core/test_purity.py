@@ -21,7 +21,7 @@ ALLOWED = {
     "math",
     "typing",
 }
-OWN = ("gpu_worker_pool.core", "gpu_worker_pool.errors")
+OWN = ("gpu_worker_pool.core", "gpu_worker_pool.errors", "gpu_worker_pool.wording")
 #: Built-in functions that reach outside without an import.
 FORBIDDEN_CALLS = {"open", "print", "input", "exec", "eval", "__import__"}
 
@@ -54,8 +54,9 @@ def test_the_core_imports_nothing_that_could_reach_outside(path: Path) -> None:
 
 
 def test_what_the_core_imports_of_the_package_imports_nothing_in_turn() -> None:
-    errors = CORE.parent / "errors.py"
-    assert imports_of(ast.parse(errors.read_text(encoding="utf-8"))) <= {"__future__", "typing"}
+    for name in ("errors.py", "wording.py"):
+        source = (CORE.parent / name).read_text(encoding="utf-8")
+        assert imports_of(ast.parse(source)) <= {"__future__", "typing"}, name
 
 
 @pytest.mark.parametrize(

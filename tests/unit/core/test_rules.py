@@ -190,15 +190,16 @@ def test_rule_1_a_lease_needs_a_reading_begun_after_the_last_one_ended(story: St
 
 def test_rule_1_idle_means_no_foreign_process(story: Story) -> None:
     idle = Requirements(policy="idle")
-    story.reads(gpu(0, processes=(STRANGER,)), gpu(1, processes=None))
+    unseen = gpu(1, processes=None, memory_used_mb=20_000.0)
+    story.reads(gpu(0, processes=(STRANGER,)), unseen)
     story.asks("a", idle)
     told = explain(story.pool, "a", story.now)
     assert told is not None
     assert [[o.kind for o in found.obstacles] for found in told.gpus] == [
         [ObstacleKind.FOREIGN_PROCESS],
-        [ObstacleKind.PROCESSES_UNKNOWN],
+        [ObstacleKind.UNEXPLAINED_MEMORY],
     ]
-    assert granted(story.reads(gpu(0), gpu(1, processes=None))) == [("a", ("0",))]
+    assert granted(story.reads(gpu(0), unseen)) == [("a", ("0",))]
 
 
 def test_rule_1_thresholds_count_for_sharing_requests_only_where_they_name_them(story: Story) -> None:

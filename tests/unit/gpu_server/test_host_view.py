@@ -201,7 +201,8 @@ def test_without_a_ledger_nothing_is_known_to_be_promised() -> None:
     ("shown", "leases", "state", "obstacles"),
     [
         ({}, [], "free", []),
-        ({"processes": (ProcessReading(1, name="Xorg"),), "memory_used_mb": 10.0}, [], "free", []),
+        ({"graphics": (ProcessReading(1, name="Xorg"),), "memory_used_mb": 10.0}, [], "free", []),
+        ({"processes": (ProcessReading(1, name="notebook"),), "memory_used_mb": 10.0}, [], "in use", []),
         ({"memory_used_mb": 98.0}, [], "busy", ["memory 98.0 % used, not below 80 %"]),
         ({"memory_used_mb": None}, [], "busy", ["does not report its memory usage"]),
         ({"utilization_percent": 95.0}, [], "busy", ["utilization 95.0 %, not below 90 %"]),

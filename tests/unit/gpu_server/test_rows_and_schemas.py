@@ -13,7 +13,7 @@ from gpu_worker_pool.api import gpu_rows, lease_rows
 from gpu_worker_pool.broker.broker import Waiting
 from gpu_worker_pool.broker.usage import LeaseUsage
 from gpu_worker_pool.core.assignments import HeldGPU, Lease, Quarantine
-from gpu_worker_pool.core.events import Request
+from gpu_worker_pool.core.events import Origin, Request
 from gpu_worker_pool.core.explanation import Explanation, GPUExplanation
 from gpu_worker_pool.core.moves import LeaseState
 from gpu_worker_pool.core.obstacles import Obstacle, ObstacleKind
@@ -25,11 +25,14 @@ from gpu_worker_pool.hardware.samples import DriverAnswer, GPUReading, HostSampl
 
 PROCESSES = (ProcessReading(7, 1.0, "python", "me", 100.0),)
 MIG = MIGReading(uuid="MIG-1", name="1g.5gb", memory_total_mb=100.0, memory_used_mb=1.0, processes=PROCESSES)
-GPU = GPUReading(index=0, name="A", uuid="GPU-1", processes=PROCESSES, mig_enabled=True, mig_devices=(MIG,))
+GPU = GPUReading(
+    index=0, name="A", uuid="GPU-1", processes=PROCESSES, graphics=PROCESSES, mig_enabled=True, mig_devices=(MIG,)
+)
 SAMPLE = HostSample(1, 0, 0.0, 0.0, "2026-05-04T10:30:00", DriverAnswer((GPU,), "1.0", "simulated"))
+ORIGIN = Origin("ada", "gpu-1", 4242, "train.py")
 LEASE = Lease(
     "lease-7",
-    Request("r", worker_id="w", ttl_seconds=60.0),
+    Request("r", worker_id="w", ttl_seconds=60.0, origin=ORIGIN),
     "",
     ("GPU-1",),
     (HeldGPU("GPU-1", 0, "GPU-1", "A"),),
@@ -40,7 +43,7 @@ LEASE = Lease(
     60.0,
     quarantine=Quarantine("why", 1.0, 2.0),
 )
-WAITING = Waiting(Request("r"), 1, 2.0, ("why",))
+WAITING = Waiting(Request("r", origin=ORIGIN), 1, 2.0, ("why",))
 EXPLANATION = Explanation(
     ANY_GPU,
     1,
@@ -57,8 +60,8 @@ AGE = {"sample_age_seconds": 0.0}
 @pytest.mark.parametrize(
     ("schema", "row"),
     [
-        (lease_schemas.GrantedLease, lease_rows.granted_body(LEASE, "t" * 16)),
-        (lease_schemas.LeaseSchema, lease_rows.lease_body(LEASE)),
+        (lease_schemas.GrantedLease, lease_rows.granted_body(LEASE, "t" * 16, lambda _: 0, "index")),
+        (lease_schemas.LeaseSchema, lease_rows.lease_body(LEASE, lambda _: 0, "index")),
         (lease_schemas.LeaseRowSchema, lease_rows.lease_row(LEASE, LeaseUsage())),
         (lease_schemas.StillWaitingSchema, lease_rows.waiting_body(WAITING, "t" * 16)),
         (lease_schemas.QueueRow, lease_rows.queue_row(WAITING)),

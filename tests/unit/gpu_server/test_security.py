@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from gpu_worker_pool.gpu_server import ServerSettings
 from gpu_worker_pool.gpu_server.responses import Refusal
 from gpu_worker_pool.gpu_server.security import Authenticator, Caller, check_content_type, read_headers
+from gpu_worker_pool.gpu_server.unix_socket import PEER, Peer
 
 KEY, ADMIN_KEY = "a-key-of-somebody-0123", "an-administrators-key-4567"
 HERE, ELSEWHERE = "127.0.0.1", "192.0.2.7"
@@ -311,6 +313,57 @@ def test_json_is_json_and_nothing_is_nothing() -> None:
         check_content_type(read_headers(scope_of()), is_needed=True)
     two = read_headers(scope_of(content_type=["application/json", "text/plain"]))
     assert two.twice == "content-type"
+
+
+# --- over the Unix socket ---
+
+SOCKET = "/run/gpu-pool/gpu-pool.sock"
+ON_SOCKET = replace(BOTH, gpu_pool_socket=SOCKET, gpu_pool_open_on_loopback=False)
+
+
+def ask_on_socket(
+    uid: int | None, settings: ServerSettings = ON_SOCKET, path: str = SOCKET, **request: Any
+) -> Caller | tuple[int, str]:
+    scope = scope_of(None, **request) | {PEER: Peer(path, uid, 4242, "boot/1/4242/1.0")}
+    try:
+        return Authenticator(settings, hostnames=["gpu1"]).identify(scope, read_headers(scope))
+    except Refusal as refusal:
+        return answer_of(refusal)
+
+
+def caller(uid: int, *, is_admin: bool = False) -> Caller:
+    return Caller(f"user:{uid}", is_admin, Peer(SOCKET, uid, 4242, "boot/1/4242/1.0"))
+
+
+def test_the_kernel_says_who_a_caller_on_the_socket_is() -> None:
+    assert ask_on_socket(1000) == caller(1000)
+    assert ask_on_socket(0) == caller(0, is_admin=True)
+    # No browser gets there.
+    assert ask_on_socket(1000, host="evil.example", origin="https://evil.example") == caller(1000)
+    assert ask_on_socket(1000, replace(ON_SOCKET, gpu_pool_api_keys=(), gpu_pool_admin_keys=())) == caller(1000)
+    assert Authenticator(ON_SOCKET).open_to == ["keys", "socket"]
+
+
+def test_a_key_on_the_socket_makes_no_other_user() -> None:
+    assert ask_on_socket(1000, authorization=bearer(KEY)) == caller(1000)
+    assert ask_on_socket(1000, authorization=bearer(ADMIN_KEY)) == caller(1000, is_admin=True)
+    assert ask_on_socket(1000, authorization=bearer("wrong-key-0123456789")) == (401, "key_wrong")
+    assert ask_on_socket(1000, host=["a", "b"]) == (400, "invalid")
+
+
+def test_a_user_of_another_namespace_is_unknown() -> None:
+    assert ask_on_socket(None) == (403, "unknown_user")
+
+
+def test_on_another_socket_or_behind_a_proxy_a_key_is_needed() -> None:
+    assert ask_on_socket(0, path="/run/other.sock") == (401, "key_needed")
+    assert ask_on_socket(0, BOTH) == (401, "key_needed")
+    assert ask_on_socket(0, x_forwarded_for="10.0.0.1") == (401, "key_needed")
+    assert ask_on_socket(0, version="1.0") == (401, "key_needed")
+    through = ask_on_socket(0, x_forwarded_for="10.0.0.1", authorization=bearer(KEY))
+    assert isinstance(through, Caller)
+    assert through.account.startswith("key-")
+    assert not through.is_admin
 
 
 # --- what is offered to whom (D18) ---

@@ -28,7 +28,9 @@ DEFAULTS = {
     "log_format": "%(asctime)s - %(name)s - %(levelname)s - %(message)s",
     "cuda_visible_devices": None,
     "gpu_backend": "auto",
+    "gpu_simulated_outsiders": None,
     "gpu_pool_state_dir": None,
+    "gpu_pool_socket": None,
     "gpu_pool_api_keys": (),
     "gpu_pool_admin_keys": (),
     "gpu_pool_open_on_loopback": True,
@@ -70,6 +72,7 @@ def test_defaults_are_the_documented_ones(caplog: pytest.LogCaptureFixture) -> N
         ("GPU_BACKEND", "Simulated:8", "gpu_backend", "simulated:8"),
         ("GPU_BACKEND", "simulated:2,seed=7,linger=0.5", "gpu_backend", "simulated:2,seed=7,linger=0.5"),
         ("GPU_POOL_STATE_DIR", "~/pool", "gpu_pool_state_dir", "~/pool"),
+        ("GPU_POOL_SOCKET", "/run/gpu-pool/gpu-pool.sock", "gpu_pool_socket", "/run/gpu-pool/gpu-pool.sock"),
         ("GPU_POOL_API_KEYS", "0123456789abcdef", "gpu_pool_api_keys", ("0123456789abcdef",)),
         (
             "GPU_POOL_ADMIN_KEYS",

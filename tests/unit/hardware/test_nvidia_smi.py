@@ -16,6 +16,7 @@ import pytest
 from tests.fakes.nvidia_smi import FakeNvidiaSMI, healthy_gpu
 
 from gpu_worker_pool.errors import DriverError
+from gpu_worker_pool.hardware.host_memory import read_host_memory
 from gpu_worker_pool.hardware.readers import Reader, tool
 from gpu_worker_pool.hardware.readers.nvidia_smi import NvidiaSMIReader, nvidia_smi_available
 from gpu_worker_pool.hardware.readers.nvidia_smi_text import GPU_FIELDS, UNKNOWN_NAME
@@ -164,6 +165,52 @@ def test_a_gpu_without_uuid_cannot_tell_its_processes(fake: FakeNvidiaSMI, reade
 
 
 # --- old drivers ---
+
+
+@pytest.mark.parametrize("cell", ["[N/A]", "[Not Supported]"])
+def test_where_memory_is_not_supported_the_host_s_stands_in(
+    fake: FakeNvidiaSMI, reader: NvidiaSMIReader, cell: str
+) -> None:
+    """As on a GB10, and, without utilization too, on a Jetson."""
+    cells = {"memory_total": cell, "memory_used": cell, "memory_free": cell}
+    fake.set_gpus(healthy_gpu(0, **cells), healthy_gpu(1, **cells, utilization_gpu=cell))
+    first, second = reader.read().gpus
+    host = read_host_memory()
+    for gpu in (first, second):
+        assert (gpu.unified_memory, gpu.fault, gpu.processes) == (True, None, ())
+        assert gpu.memory_total_mb == host.total_mb
+        assert gpu.memory_used_mb is not None
+        assert gpu.memory_free_mb is not None
+        assert gpu.memory_used_mb + gpu.memory_free_mb == host.total_mb
+    assert (first.reports_utilization, second.reports_utilization) == (True, False)
+    assert reader.read().gpus[0].unified_memory, "and stays so"
+
+
+@pytest.mark.parametrize("cell", ["[Unknown Error]", "[Insufficient Permissions]", "ERR!", "[GPU requires reset]", ""])
+def test_memory_that_failed_is_not_unified(fake: FakeNvidiaSMI, reader: NvidiaSMIReader, cell: str) -> None:
+    fake.set_gpus(healthy_gpu(0, memory_total=cell, memory_used=cell, memory_free=cell), healthy_gpu(1))
+    gpu = reader.read().gpus[0]
+    assert (gpu.unified_memory, gpu.memory_total_mb) == (False, None)
+
+
+def test_a_gpu_that_reported_memory_before_is_at_fault(fake: FakeNvidiaSMI, reader: NvidiaSMIReader) -> None:
+    reader.read()
+    fake.set_gpus(healthy_gpu(0, memory_total="[N/A]", memory_used="[N/A]", memory_free="[N/A]"))
+    for _ in range(3):
+        (gpu,) = reader.read().gpus
+        assert (gpu.unified_memory, gpu.memory_total_mb) == (False, None)
+        assert gpu.fault == "it no longer reports its memory: see `dmesg`"
+    fake.set_gpus(healthy_gpu())
+    assert reader.read().gpus[0].fault is None
+
+
+def test_a_driver_that_hides_pids_cannot_list_processes(fake: FakeNvidiaSMI, reader: NvidiaSMIReader) -> None:
+    fake.set_processes((UUID_0, "[Not Supported]", "[Not Supported]", "[Not Supported]"))
+    (gpu,) = reader.read().gpus
+    assert (gpu.processes, gpu.reports_processes) == (None, False)
+    fake.answer(exit_status=1, to="processes")
+    (gpu,) = reader.read().gpus
+    assert (gpu.processes, gpu.reports_processes) == (None, True), "it failed this time"
 
 
 def test_fields_an_old_driver_does_not_know_are_left_out_and_remembered(

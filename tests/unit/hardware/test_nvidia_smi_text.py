@@ -103,7 +103,15 @@ def test_what_is_no_number_is_unknown_and_no_fault(cell: str) -> None:
             ecc_errors_uncorrected_volatile_total=cell,
         )
     )
-    assert gpu == GPUReading(0, "NVIDIA Test 24GB", UUID, "00000000:01:00.0")
+    is_unified = cell in ("[N/A]", "N/A", "[Not Supported]")  # the driver says that there is none
+    assert gpu == GPUReading(
+        0,
+        "NVIDIA Test 24GB",
+        UUID,
+        "00000000:01:00.0",
+        unified_memory=is_unified,
+        reports_utilization=not is_unified,
+    )
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from tests.fakes.nvml import (
 
 from gpu_worker_pool.core.readings import ProcessReading
 from gpu_worker_pool.errors import DriverError
+from gpu_worker_pool.hardware.host_memory import read_host_memory
 from gpu_worker_pool.hardware.processes import describe_process
 from gpu_worker_pool.hardware.samples import DriverAnswer, GPUReading, MIGReading
 
@@ -127,6 +128,7 @@ def healthy(index: int, **changes: Any) -> GPUReading:
         "power_limit_w": 700.0,
         "ecc_uncorrected_errors": 0,
         "processes": (),
+        "graphics": (),
     }
     return GPUReading(index, **{**values, **changes})
 
@@ -198,6 +200,7 @@ def test_initializes_once_and_asks_what_never_changes_once(fake: FakeNVML, reade
         "temperature",
         "ecc",
         "processes",
+        "graphics",
     ]
     reader.read()
     assert sorted(fake.calls()) == sorted(["init", "driver_version", "name", "pci", *each_time])
@@ -225,10 +228,12 @@ def test_unsupported_is_unknown_and_never_zero(fake: FakeNVML, reader: ReaderPro
     gpu = fake.gpus[0]
     gpu.memory_total_mb = gpu.utilization_percent = gpu.temperature_c = gpu.power_draw_w = gpu.power_limit_w = None
     gpu.ecc_uncorrected_errors = gpu.recovery_action = gpu.mig_enabled = gpu.pci_bus_id = gpu.name = None
-    gpu.errors = {"processes": NOT_SUPPORTED}
+    gpu.errors = {"processes": NOT_SUPPORTED, "memory": NO_PERMISSION}
+    gpu.graphics = None
     fake.write()
-    # That it reports no utilization at all may be said of MIG only.
-    assert reader.gpus() == (GPUReading(0, "unknown GPU", "GPU-00000000-0000-0000-0000-000000000000"),)
+    # That it reports no utilization at all may be said of MIG and unified memory only.
+    unknown = GPUReading(0, "unknown GPU", "GPU-00000000-0000-0000-0000-000000000000", reports_processes=False)
+    assert reader.gpus() == (unknown,)
 
 
 @pytest.mark.parametrize(
@@ -248,24 +253,30 @@ def test_one_failing_call_costs_one_value(fake: FakeNVML, reader: ReaderProcess,
     assert reader.gpus() == (healthy(0, **{value: None}), healthy(1))
 
 
-@pytest.mark.parametrize("error", [NOT_SUPPORTED, NO_PERMISSION])
-def test_memory_that_is_not_told_is_unknown(fake: FakeNVML, reader: ReaderProcess, error: int) -> None:
-    fake.gpus[0].errors = {"memory": error}
+def test_memory_that_is_not_told_is_unknown(fake: FakeNVML, reader: ReaderProcess) -> None:
+    fake.gpus[0].errors = {"memory": NO_PERMISSION}
     fake.write()
     unknown = healthy(0, memory_total_mb=None, memory_used_mb=None, memory_free_mb=None)
     assert reader.gpus() == (unknown, healthy(1))
 
 
 def test_an_old_library_counts_reserved_memory_as_used(tmp_path: Path) -> None:
-    newer = ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetFieldValues")
+    newer = (
+        "nvmlDeviceGetMemoryInfo_v2",
+        "nvmlDeviceGetComputeRunningProcesses_v3",
+        "nvmlDeviceGetGraphicsRunningProcesses_v3",
+        "nvmlDeviceGetFieldValues",
+    )
     mig = ("nvmlDeviceGetMigMode", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex")
     old = FakeNVML(tmp_path, gpus=fake_gpus(1), without=newer + mig)
     old.gpus[0].recovery_action = 1  # which it cannot tell
     old.gpus[0].processes = [(2**22 + 1, 7)]  # a pid no process has
+    old.gpus[0].graphics = [(2**22 + 2, 9)]
     old.write()
     process = ReaderProcess(old.env)
     seen = (ProcessReading(2**22 + 1, memory_used_mb=7),)
-    assert process.gpus() == (healthy(0, memory_used_mb=551, processes=seen),)
+    drawing = (ProcessReading(2**22 + 2, memory_used_mb=9),)
+    assert process.gpus() == (healthy(0, memory_used_mb=551, processes=seen, graphics=drawing),)
     process.end()
 
 
@@ -287,7 +298,93 @@ def test_processes_one_may_not_see_are_unknown_not_none(fake: FakeNVML, reader: 
     fake.gpus[0].processes = [(os.getpid(), 1500)]
     fake.gpus[0].errors = {"processes": NO_PERMISSION}
     fake.write()
-    assert reader.gpus() == (healthy(0, processes=None), healthy(1))
+    assert reader.gpus() == (healthy(0, processes=None, reports_processes=False), healthy(1))
+
+
+def test_a_query_of_processes_that_fails_once_does_not_mean_that_there_is_none(
+    fake: FakeNVML, reader: ReaderProcess
+) -> None:
+    fake.gpus[0].errors = {"processes": UNKNOWN}
+    fake.write()
+    assert reader.gpus()[0] == healthy(0, processes=None, reports_processes=True)
+
+
+def test_processes_that_only_draw_are_told_apart(fake: FakeNVML, reader: ReaderProcess) -> None:
+    """One in both lists, as `nvidia-smi` shows with C+G, computes."""
+    both, draws = 2**22 + 1, 2**22 + 2  # pids no process has
+    fake.gpus[0].processes = [(both, 700)]
+    fake.gpus[0].graphics = [(draws, 150), (both, 700), (draws + 1, None)]
+    fake.gpus[1].graphics = None
+    fake.write()
+    first, second = reader.gpus()
+    assert first.processes == (ProcessReading(both, memory_used_mb=700),)
+    assert first.graphics == (ProcessReading(draws, memory_used_mb=150), ProcessReading(draws + 1))
+    assert second.graphics is None
+
+
+def test_a_library_that_cannot_list_graphics_leaves_them_unknown(tmp_path: Path) -> None:
+    calls = ("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2")
+    old = FakeNVML(tmp_path, gpus=fake_gpus(1), without=calls)
+    process = ReaderProcess(old.env)
+    assert process.gpus() == (healthy(0, graphics=None),)
+    process.end()
+
+
+# --- unified memory ---
+
+
+def unified(fake: FakeNVML) -> None:
+    """As on a GB10: the driver has no memory to report."""
+    fake.gpus = fake_gpus(1)
+    fake.gpus[0].memory_total_mb = None
+    fake.write()
+
+
+def test_where_memory_is_not_supported_the_host_s_stands_in(fake: FakeNVML, reader: ReaderProcess) -> None:
+    unified(fake)
+    (gpu,) = reader.gpus()
+    host = read_host_memory()
+    assert gpu.unified_memory
+    assert gpu.fault is None
+    assert gpu.reports_utilization
+    assert gpu.memory_total_mb == host.total_mb
+    assert gpu.memory_used_mb is not None
+    assert gpu.memory_free_mb is not None
+    assert gpu.memory_used_mb + gpu.memory_free_mb == host.total_mb
+    fake.gpus[0].utilization_percent = None
+    fake.write()
+    assert not reader.gpus()[0].reports_utilization, "as on a Jetson"
+
+
+@pytest.mark.parametrize("error", [UNKNOWN, NO_PERMISSION])
+def test_memory_that_failed_is_not_unified(fake: FakeNVML, reader: ReaderProcess, error: int) -> None:
+    fake.gpus[0].errors = {"memory": error}
+    fake.write()
+    first, _ = reader.gpus()
+    assert (first.unified_memory, first.memory_total_mb) == (False, None)
+
+
+def test_a_gpu_that_reported_memory_before_is_at_fault_for_as_long_as_it_does_not(
+    fake: FakeNVML, reader: ReaderProcess
+) -> None:
+    assert reader.gpus() == (healthy(0), healthy(1))
+    fake.gpus[0].errors = {"memory": NOT_SUPPORTED}
+    fake.write()
+    for _ in range(3):
+        first, second = reader.gpus()
+        assert (first.unified_memory, first.memory_total_mb) == (False, None)
+        assert first.fault == "it no longer reports its memory: see `dmesg`"
+        assert second == healthy(1)
+    fake.gpus[0].errors = {}
+    fake.write()
+    assert reader.gpus() == (healthy(0), healthy(1))
+
+
+def test_a_gpu_in_mig_mode_is_not_unified(fake: FakeNVML, reader: ReaderProcess) -> None:
+    fake.gpus[0].mig_enabled, fake.gpus[0].memory_total_mb = True, None
+    fake.write()
+    first, _ = reader.gpus()
+    assert (first.unified_memory, first.memory_total_mb, first.fault) == (False, None, None)
 
 
 # --- GPUs that fail ---
@@ -452,8 +549,8 @@ def test_mig_is_seen_when_switched_on_and_off(fake: FakeNVML, reader: ReaderProc
     fake.write()
     own = (describe_process(os.getpid(), memory_used_mb=300),)
     devices = (
-        MIGReading("MIG-1", "3g.40gb", 1, 0, 40448, 300, 40148, own),
-        MIGReading("MIG-2", "1c.2g.20gb+me", 5, 2, 20096, 0, 20096, None),
+        MIGReading("MIG-1", "3g.40gb", 1, 0, 40448, 300, 40148, own, graphics=()),
+        MIGReading("MIG-2", "1c.2g.20gb+me", 5, 2, 20096, 0, 20096, None, graphics=()),
     )
     assert reader.gpus() == (healthy(0, **whole, mig_devices=devices), healthy(1))
 

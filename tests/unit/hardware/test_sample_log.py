@@ -294,7 +294,7 @@ def test_links_and_other_things_are_not_opened(tmp_path: Path) -> None:
     for make in (lambda path: path.symlink_to(victim), os.mkfifo, lambda path: path.mkdir()):
         folder = tmp_path / f"folder-{id(make)}"
         folder.mkdir()
-        make(folder / "readings-real-v1.jsonl")
+        make(folder / "readings-real-v2.jsonl")
         with pytest.raises(OSError, match=r"symbolic|regular|directory"):
             SampleLog(folder, "real", keep=3)
     assert victim.read_text() == "precious"
@@ -303,17 +303,18 @@ def test_links_and_other_things_are_not_opened(tmp_path: Path) -> None:
 def test_a_line_stays_readable_for_those_who_run_already(logs: list[SampleLog], tmp_path: Path) -> None:
     """A field added or renamed makes older processes skip every line: then the number in the file's name must grow."""
     logs[0].append(sample(1, DriverAnswer((EVERYTHING,), "590.1", "nvml")))
-    entry = json.loads(next(tmp_path.glob("readings-real-v1.jsonl")).read_text().splitlines()[-1])
+    entry = json.loads(next(tmp_path.glob("readings-real-v2.jsonl")).read_text().splitlines()[-1])
     gpu = entry["answer"]["gpus"][0]
     assert sorted(entry) == ["answer", "begun_at", "failed_total", "number", "timestamp", "took_seconds"]
     assert sorted(entry["answer"]) == ["backend", "driver_version", "gpus"]
     assert " ".join(sorted(gpu)) == (
-        "ecc_uncorrected_errors fault index memory_free_mb memory_total_mb memory_used_mb mig_devices mig_enabled name "
-        "pci_bus_id power_draw_w power_limit_w processes recovery_action reports_utilization temperature_c "
-        "utilization_percent uuid"
+        "ecc_uncorrected_errors fault graphics index memory_free_mb memory_total_mb memory_used_mb mig_devices "
+        "mig_enabled name pci_bus_id power_draw_w power_limit_w processes recovery_action reports_processes "
+        "reports_utilization temperature_c unified_memory utilization_percent uuid"
     )
     assert " ".join(sorted(gpu["mig_devices"][0])) == (
-        "compute_instance_id fault gpu_instance_id memory_free_mb memory_total_mb memory_used_mb name processes uuid"
+        "compute_instance_id fault gpu_instance_id graphics memory_free_mb memory_total_mb memory_used_mb name "
+        "processes uuid"
     )
     assert " ".join(sorted(gpu["processes"][0])) == "memory_used_mb name pid started_at user"
 

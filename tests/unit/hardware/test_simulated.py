@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gpu_worker_pool.environment import Environment
+from gpu_worker_pool.hardware.readers.choose import complete_backend, read_outsiders
 from gpu_worker_pool.hardware.readers.simulated import (
     DEFAULT_LOAD_MB,
     MEMORY_TOTAL_MB,
@@ -11,6 +13,7 @@ from gpu_worker_pool.hardware.readers.simulated import (
     SimulatedHost,
     SimulatedReader,
     simulated_uuid,
+    with_outsiders,
 )
 
 
@@ -104,3 +107,52 @@ def test_how_they_are_asked_for(text: str, host: SimulatedHost) -> None:
 def test_hosts_that_differ_have_different_names() -> None:
     texts = ["simulated:4", "simulated:5", "simulated:4,seed=1", "simulated:4,linger=1", "simulated:4,seed=1,linger=1"]
     assert len({SimulatedHost.parse(text).name for text in texts}) == len(texts)
+
+
+# --- outsiders that sit idle with memory loaded ---
+
+
+def test_an_idle_outsider_computes_nothing_and_is_a_process_with_a_user() -> None:
+    host = Host(with_outsiders("simulated:3", "0:15GiB, 2:4GB"))
+    first, second, third = host.reader.read().gpus
+    assert (first.memory_used_mb, first.utilization_percent) == (15 * 1024, 0)
+    assert first.processes is not None
+    assert [(each.name, each.user, each.memory_used_mb) for each in first.processes] == [
+        ("notebook", "outsider", 15 * 1024.0)
+    ]
+    assert (second.memory_used_mb, second.processes) == (0, ())
+    assert third.memory_used_mb == 4000
+    host.now += 100
+    assert host.reader.read().gpus[0].processes == first.processes, "the same one"
+    host.holders = [SimulatedHolder(simulated_uuid(0), since=0.0, memory_mb=5000)]
+    gpu = host.reader.read().gpus[0]
+    assert (gpu.memory_used_mb, gpu.utilization_percent, len(gpu.processes or ())) == (15 * 1024 + 5000, 95, 2)
+
+
+def test_hosts_with_different_outsiders_have_different_names() -> None:
+    texts = ["0:15GiB", "0:15GB", "1:15GiB", "0:15GiB,1:1GiB"]
+    names = {SimulatedHost.parse(with_outsiders("simulated:4", text)).name for text in texts}
+    assert len(names | {SimulatedHost.parse("simulated:4").name}) == 5
+    same = {with_outsiders("simulated:4", text) for text in ("1:1GiB,0:2GiB", "0:2g 1:1024mib")}
+    assert len(same) == 1, "written otherwise, but the same host"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "0:", "0:15", "0:15XB", "4:1GiB", "-1:1GiB", "0:0GiB", "0:25GiB", "0:1GiB,0:2GiB", "0:1GiB;1:1GiB"],
+)
+def test_outsiders_that_do_not_fit_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"GPU_SIMULATED_OUTSIDERS must be GPU:SIZE, such as 0:15GiB,2:4GiB, .* not "):
+        with_outsiders("simulated:4", text)
+
+
+def test_the_variable_counts_for_simulated_gpus_only() -> None:
+    problems: list[str] = []
+    environment = Environment({"GPU_SIMULATED_OUTSIDERS": "7:1GiB"}, problems.append)
+    assert read_outsiders("nvml", environment) is None
+    assert problems == []
+    assert read_outsiders("simulated:8", environment) == "7:1GiB"
+    assert read_outsiders("simulated:4", environment) is None
+    (problem,) = problems
+    assert problem.endswith("not '7:1GiB'; ignoring it")
+    assert complete_backend("simulated:8", "7:1GiB") == "simulated:8,outsiders=7:1024"

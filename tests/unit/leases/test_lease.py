@@ -124,7 +124,7 @@ def test_an_assignment_with_a_lease(lease: HeldLease) -> None:
     assert assignment.env == {
         "CUDA_VISIBLE_DEVICES": "3",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "NVIDIA_VISIBLE_DEVICES": "3",
+        "NVIDIA_VISIBLE_DEVICES": "GPU-1",
         "GPU_POOL_LEASE_ID": "lease-7",
     }
     assert (assignment.lost, assignment.lost_reason) == (False, None)

@@ -8,7 +8,6 @@ import platform
 import shutil
 import sys
 import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Literal
 
 import apsw
@@ -17,20 +16,18 @@ from gpu_worker_pool._version import __version__
 from gpu_worker_pool.cli.checking import Finding
 from gpu_worker_pool.cli.checking.server_checks import check_servers
 from gpu_worker_pool.cli.checking.settings_list import all_settings
+from gpu_worker_pool.cli.checking.sharing import check_sharing
 from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local, local_backend
 from gpu_worker_pool.cli.keys import allows_insecure_key
-from gpu_worker_pool.cli.local_state import is_private, local_state_directory, privacy_warning
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import MultiEndpointConfigurationManager, is_loopback_url, is_private_url
-from gpu_worker_pool.core.settings import PoolSettings
-from gpu_worker_pool.errors import DriverError, GPUWorkerPoolError, LedgerUnavailableError, ServiceRefusedError
+from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.readers.choose import make_reader
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
-from gpu_worker_pool.ledger.host import open_host_ledger
+from gpu_worker_pool.host_socket import socket_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
     from gpu_worker_pool.config import EndpointConfig
     from gpu_worker_pool.hardware.readers import Reader
@@ -38,8 +35,6 @@ if TYPE_CHECKING:
 
 #: A driver that takes longer is reported as hanging.
 DRIVER_SECONDS: Final = 10.0
-LEDGER_SECONDS: Final = 5.0
-LITTLE_SPACE_MB: Final = 50
 
 
 def diagnose(given: Sequence[str]) -> list[Finding]:
@@ -52,7 +47,9 @@ def diagnose(given: Sequence[str]) -> list[Finding]:
     # With remote servers only, this host needs no driver.
     is_local_needed = any(is_local(endpoint) or is_loopback_url(endpoint.url) for endpoint in endpoints)
     findings += _hardware(is_needed=is_local_needed)
-    findings += _state_directory()
+    # Programs that use the server's socket have no ledger of their own.
+    if socket_path() is None:
+        findings += check_sharing()
     findings += asyncio.run(check_servers(endpoints))
     findings += _keys(endpoints)
     findings += _settings()
@@ -175,49 +172,6 @@ def _visible(answer: DriverAnswer) -> Iterator[Finding]:
             "CUDA may number the GPUs in a different order than the driver",
             "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
-
-
-# --- the state directory and the ledger ---
-
-
-def _state_directory() -> Iterator[Finding]:
-    try:
-        directory = local_state_directory()
-    except ServiceRefusedError as error:
-        yield Finding("wrong", "state directory", str(error), "set GPU_POOL_STATE_DIR to a folder on a local disk")
-        return
-    if is_private(directory):
-        yield Finding("warning", "state directory", privacy_warning(directory))
-    elif not os.access(directory, os.W_OK):
-        yield Finding("wrong", "state directory", f"{directory} is not writable", "chmod it, or set GPU_POOL_STATE_DIR")
-        return
-    else:
-        yield Finding("ok", "state directory", str(directory))
-    free_mb = shutil.disk_usage(directory).free / 1e6
-    if free_mb < LITTLE_SPACE_MB:
-        yield Finding(
-            "wrong", "disk", f"only {free_mb:.0f} MB free for {directory}", "free some: a full disk stops all grants"
-        )
-    yield asyncio.run(_ledger(directory))
-
-
-async def _ledger(directory: Path) -> Finding:
-    try:
-        ledger = open_host_ledger(local_backend(), PoolSettings(), lambda _: None, state_dir=str(directory))
-    except ValueError:
-        return Finding("warning", "ledger", "not checked, because GPU_BACKEND is not valid")
-    except (LedgerUnavailableError, OSError) as error:
-        return Finding("wrong", "ledger", str(error))
-    try:
-        async with asyncio.timeout(LEDGER_SECONDS):
-            held, waiting = await ledger.look(lambda pool, _: (len(pool.leases), len(pool.queue)))
-    except (GPUWorkerPoolError, TimeoutError) as error:
-        return Finding("wrong", "ledger", str(error) or "it does not answer")
-    finally:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LEDGER_SECONDS):
-                await ledger.close()
-    return Finding("ok", "ledger", f"{held} leases, {waiting} waiting")
 
 
 # --- keys and settings ---

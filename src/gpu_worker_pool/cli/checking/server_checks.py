@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpu_worker_pool.cli.checking import Finding
 from gpu_worker_pool.cli.endpoints import is_local
-from gpu_worker_pool.config import is_loopback_url
+from gpu_worker_pool.config import EndpointConfig, is_loopback_url
 from gpu_worker_pool.errors import GPUWorkerPoolError
+from gpu_worker_pool.host_socket import socket_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import aiohttp
-
-    from gpu_worker_pool.config import EndpointConfig
 
 ENDPOINT_SECONDS: Final = 5.0
 #: A larger difference makes log times hard to compare; leases do not depend on it.
@@ -26,27 +26,37 @@ CLOCK_SECONDS: Final = 5.0
 
 async def check_servers(endpoints: Sequence[EndpointConfig]) -> list[Finding]:
     servers = [endpoint for endpoint in endpoints if not is_local(endpoint)]
-    if not servers:
+    path = socket_path() if any(map(is_local, endpoints)) else None
+    if not servers and path is None:
         return [Finding("ok", "endpoints", "local://: this host without a server")]
     from gpu_worker_pool.api.transport import make_session
+    from gpu_worker_pool.api.unix_socket import SOCKET_URL
 
+    findings = []
+    if path is not None:
+        async with make_session(unix_socket=path) as session:
+            advice = f"start the GPU service of this host; test: curl --unix-socket {shlex.quote(path)} {SOCKET_URL}/"
+            findings.append(Finding("ok", "endpoints", f"local://: the server of this host, on {path}"))
+            findings += await _server(session, EndpointConfig("local", SOCKET_URL), advice)
     async with make_session() as session:
         found = await asyncio.gather(*(_server(session, endpoint) for endpoint in servers))
-    return [finding for findings in found for finding in findings]
+    return [*findings, *(finding for findings in found for finding in findings)]
 
 
-async def _server(session: aiohttp.ClientSession, endpoint: EndpointConfig) -> list[Finding]:
-    from gpu_worker_pool.api.client import APIClient
+async def _server(session: aiohttp.ClientSession, endpoint: EndpointConfig, advice: str = "") -> list[Finding]:
+    """`advice`: what to do if it does not answer."""
+    from gpu_worker_pool.api.client import ON_COMMAND_LINE, APIClient
 
     name = endpoint.endpoint_id
-    client = APIClient(endpoint.url, lambda: session, timeout_seconds=ENDPOINT_SECONDS)
+    advice = advice or f"on that host: gpu-pool serve; test: curl {endpoint.url}/"
+    client = APIClient(endpoint.url, lambda: session, timeout_seconds=ENDPOINT_SECONDS, advice=ON_COMMAND_LINE)
     try:
         sent_at = time.time()
         home = await client.home()
         took_seconds = time.time() - sent_at
         health = await client.health()
     except GPUWorkerPoolError as error:
-        return [Finding("wrong", name, str(error), f"on that host: gpu-pool serve; test: curl {endpoint.url}/")]
+        return [Finding("wrong", name, str(error), advice)]
     findings = [_health_of(name, health)]
     if "leases" not in (home.features or ()):
         advice = "update it" if is_loopback_url(endpoint.url) else "set GPU_POOL_API_KEYS there, GPU_POOL_API_KEY here"

@@ -8,19 +8,29 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.cli.endpoints import chosen_endpoints
+from gpu_worker_pool.cli.keys import SECRETS, admin_key, allows_insecure_key
+from gpu_worker_pool.cli.running.ssh import SSH_VARIABLE
 from gpu_worker_pool.config import VARIABLES, MultiEndpointConfigurationManager
 from gpu_worker_pool.environment import Environment
+from gpu_worker_pool.errors import LedgerUnusableError
 from gpu_worker_pool.gpu_server.settings import ServerSettings, read_environment
+from gpu_worker_pool.state_directory import VARIABLE as STATE_DIRECTORY
+from gpu_worker_pool.state_directory import locate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-#: Shown only as set or not set.
-SECRETS: Final = frozenset({"GPU_POOL_API_KEY", "GPU_POOL_API_KEYS", "GPU_POOL_ADMIN_KEY", "GPU_POOL_ADMIN_KEYS"})
 #: Known variables that are not settings.
-_KNOWN_OTHERS: Final = ("GPU_POOL_LEASE_ID", "GPU_POOL_DEBUG")
+_KNOWN_OTHERS: Final = (
+    "GPU_POOL_LEASE_ID",
+    "GPU_POOL_OUTER_LEASES",
+    "GPU_POOL_HOST",
+    "GPU_POOL_LEASE_ENDPOINT",
+    "GPU_POOL_RUN_MARK",
+    "GPU_POOL_DEBUG",
+)
 #: Server settings that `local://` uses too.
-_WITHOUT_SERVER: Final = frozenset({"GPU_BACKEND", "GPU_POOL_STATE_DIR"})
+_WITHOUT_SERVER: Final = frozenset({"GPU_BACKEND", "GPU_POOL_STATE_DIR", "GPU_POOL_SOCKET", "GPU_SIMULATED_OUTSIDERS"})
 _ENDPOINTS: Final = ("GPU_STATS_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINT")
 
 
@@ -62,13 +72,13 @@ def _client_settings() -> Iterator[Setting]:
 
 
 def _command_line_settings() -> Iterator[Setting]:
-    from gpu_worker_pool.cli.keys import admin_key, allows_insecure_key
-
     yield Setting("GPU_POOL_ADMIN_KEY", _secret(admin_key()), _source("GPU_POOL_ADMIN_KEY", {}), "command line")
     name = "GPU_POOL_ALLOW_INSECURE_KEY"
     problems: list[str] = []
     allowed = str(allows_insecure_key(Environment(complain=problems.append))).lower()
     yield Setting(name, allowed, _source(name, {}), "command line", _problem_of(name, problems))
+    name, default = SSH_VARIABLE, "ssh"
+    yield Setting(name, os.environ.get(name, "").strip() or default, _source(name, {}), "command line")
 
 
 # --- the server's ---
@@ -81,11 +91,22 @@ def _server_settings() -> Iterator[Setting]:
     for field in fields(settings):
         name, value = field.name.upper(), getattr(settings, field.name)
         shown = _secret(value) if name in SECRETS else _shown(value)
+        problem = _problem_of(name, problems)
+        if name == STATE_DIRECTORY:
+            shown, problem = _state_directory(value)
         used_by = "server and local://" if name in _WITHOUT_SERVER else "server"
-        yield Setting(name, shown, _source(name, environment), used_by, _problem_of(name, problems))
+        yield Setting(name, shown, _source(name, environment), used_by, problem)
     for problem in problems:
         if problem.startswith(".env"):
             yield Setting(".env", "", ".env", "server", problem)
+
+
+def _state_directory(chosen: str | None) -> tuple[str, str | None]:
+    """The directory in use, and what is wrong with it; makes none."""
+    try:
+        return str(locate(chosen).path), None
+    except LedgerUnusableError as error:
+        return _shown(chosen), str(error)
 
 
 # --- unknown variables ---

@@ -21,8 +21,9 @@ Examples:
 def demo(*, simulate: int | None, plain: bool) -> int:
     """Start a server, send a dozen workers with different requirements to it, show who gets what and who waits.
 
-    Uses this host's GPUs if it has any, without putting load on them, else four simulated ones. All files are in a
-    temporary folder that is removed at the end. Takes less than 20 seconds.
+    Uses this host's GPUs if it has any, without putting load on them, else five simulated ones, on one of which a
+    notebook without a lease sits idle: it is left alone. All files are in a temporary folder that is removed at the
+    end. Takes less than 20 seconds.
     """
     from gpu_worker_pool.cli.demo import demonstrate
 

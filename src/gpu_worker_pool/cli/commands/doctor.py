@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import click
 
 from gpu_worker_pool.cli.options import endpoint_option, json_option
@@ -33,6 +35,11 @@ def doctor(*, as_json: bool, endpoints: tuple[str, ...]) -> int:
         print_json({"ok": is_well, "checks": [finding._asdict() for finding in findings]})
     else:
         print_table(("", "check", "what"), [[each.status, each.check, each.text] for each in findings])
-        wrong = sum(finding.status == "wrong" for finding in findings)
-        print_line("all is well" if is_well else f"{wrong} problem{'s' if wrong > 1 else ''}: see above")
+        counts = Counter(finding.status for finding in findings)
+        found = [_counted(counts["wrong"], "problem"), _counted(counts["warning"], "warning")]
+        print_line(f"{', '.join(filter(None, found))}: see above" if any(found) else "all is well")
     return 0 if is_well else 1
+
+
+def _counted(number: int, what: str) -> str:
+    return "" if number == 0 else f"{number} {what}{'s' if number > 1 else ''}"

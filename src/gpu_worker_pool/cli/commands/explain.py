@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from gpu_worker_pool.cli.completion import complete_request_ids
 from gpu_worker_pool.cli.options import endpoint_option, json_option, requirements_options
 
 
@@ -19,7 +20,13 @@ Examples:
 """
 )
 @requirements_options
-@click.option("--request", "request_id", metavar="ID", help="Explain this waiting request instead of a new one.")
+@click.option(
+    "--request",
+    "request_id",
+    metavar="ID",
+    shell_complete=complete_request_ids,
+    help="Explain this waiting request instead of a new one.",
+)
 @json_option
 @endpoint_option
 def explain(

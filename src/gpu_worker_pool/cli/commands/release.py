@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from gpu_worker_pool.cli.completion import complete_ids
 from gpu_worker_pool.cli.options import endpoint_option, json_option
 
 
@@ -19,7 +20,7 @@ The holder keeps running and is informed that its lease is lost; gpu-pool run --
 ends the command then. When a command ends, its GPU is released by itself.
 """
 )
-@click.argument("identifiers", metavar="ID...", nargs=-1, required=True)
+@click.argument("identifiers", metavar="ID...", nargs=-1, required=True, shell_complete=complete_ids)
 @json_option
 @endpoint_option
 def release(*, identifiers: tuple[str, ...], as_json: bool, endpoints: tuple[str, ...]) -> int:

@@ -43,6 +43,12 @@ ends the server.
     "--state-dir", "GPU_POOL_STATE_DIR", metavar="FOLDER", help="Folder of the ledger.  [default: GPU_POOL_STATE_DIR]"
 )
 @click.option(
+    "--socket",
+    "GPU_POOL_SOCKET",
+    metavar="PATH",
+    help="Also listen on this Unix socket, which knows its users.  [default: GPU_POOL_SOCKET, else none]",
+)
+@click.option(
     "--log-level",
     "LOG_LEVEL",
     type=click.Choice(["debug", "info", "warning", "error", "critical"]),
@@ -54,9 +60,12 @@ def serve(*, simulate: int | None, **chosen: str | int | bool | None) -> None:
 
     Run one server per host. It shares its leases with programs on this host that use local://.
     """
+    from gpu_worker_pool.errors import LedgerUnusableError
     from gpu_worker_pool.gpu_server.serving import serve
     from gpu_worker_pool.gpu_server.settings import ServerSettings
     from gpu_worker_pool.hardware.readers.choose import check_backend
+    from gpu_worker_pool.host_socket import parse_socket
+    from gpu_worker_pool.state_directory import locate
 
     backend = chosen["GPU_BACKEND"]
     if simulate is not None:
@@ -68,6 +77,15 @@ def serve(*, simulate: int | None, **chosen: str | int | bool | None) -> None:
             check_backend(str(backend), "--backend")
         except ValueError as error:
             raise click.UsageError(f"{error}.") from None
+    if (path := chosen["GPU_POOL_SOCKET"]) is not None:
+        try:
+            parse_socket(str(path), "--socket")
+        except ValueError as error:
+            raise click.UsageError(f"{error}.") from None
+    try:
+        locate(str(chosen["GPU_POOL_STATE_DIR"] or ""))
+    except LedgerUnusableError as error:
+        raise click.UsageError(f"{error}.") from None
     # Through the environment, because each worker process reads its settings itself.
     os.environ.update({name: str(value) for name, value in chosen.items() if value is not None})
     os.environ["RELOAD"] = "false"

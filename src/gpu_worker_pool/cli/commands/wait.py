@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from gpu_worker_pool.cli.running.environment import variables_of, visible_device
 from gpu_worker_pool.cli.running.front import Front
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec, worker_name
 from gpu_worker_pool.cli.running.processes import calling_shell
+from gpu_worker_pool.hardware.origin import program_of_process
 from gpu_worker_pool.hardware.proc import process_stat
 
 if TYPE_CHECKING:
@@ -52,9 +54,12 @@ def wait(*, spec: LeaseSpec, progress: Progress, uuids: bool, pid: int | None, e
     if pid is not None and holding_process is None:
         raise click.UsageError(f"--pid {pid}: there is no such process.")
     worker_id = worker_name(holding_process.command if holding_process else "wait", for_pid)
-    front = Front(spec._replace(worker_id=worker_id, for_pid=for_pid), progress)
+    program = program_of_process(for_pid)
+    front = Front(spec._replace(worker_id=worker_id, program=program, pid=for_pid, for_pid=for_pid), progress)
     granted = front.until_granted()
     variables = variables_of(granted, by_uuid=uuids)
+    if spec.is_private:
+        variables["GPU_POOL_STATE_DIR"] = os.environ["GPU_POOL_STATE_DIR"]
     if as_json:
         lease = {name: granted[name] for name in ("lease_id", "endpoint", "gpus")}
         click.echo(json.dumps({**lease, "pid": for_pid, "env": variables}, indent=2))

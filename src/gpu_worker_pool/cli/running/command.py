@@ -20,8 +20,9 @@ from gpu_worker_pool.cli.exits import KILLED, CommandError, Status, die_of_inter
 from gpu_worker_pool.cli.quantities import spoken_seconds
 from gpu_worker_pool.cli.running.environment import shown_gpus, variables_of
 from gpu_worker_pool.cli.running.front import ENDING, Front
+from gpu_worker_pool.cli.running.lease_process import PROCESS_NAME
 from gpu_worker_pool.cli.running.linux import SignalInfo, adopt_orphans, die_with_parent
-from gpu_worker_pool.hardware.proc import descendants, has_children
+from gpu_worker_pool.hardware.proc import descendants, has_children, process_stat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +38,8 @@ ANSWER_SECONDS: Final = 5.0
 TERMINATE_SECONDS: Final = 30.0
 #: Time for orphans of the command to end, after a signal ended the command.
 ORPHANS_SECONDS: Final = 5.0
+#: Time for lease processes inside the command to release their leases.
+INNER_LEASES_SECONDS: Final = 5.0
 
 
 class _Pending(NamedTuple):
@@ -45,12 +48,23 @@ class _Pending(NamedTuple):
 
 
 class CommandOnGPU(Front):
+    #: Signals that do not reach our child.
+    blocked_in_child: frozenset[signal.Signals] = frozenset()
+
     def __init__(
-        self, command: Sequence[str], spec: LeaseSpec, progress: Progress, *, by_uuid: bool, terminates_when_lost: bool
+        self,
+        command: Sequence[str],
+        spec: LeaseSpec,
+        progress: Progress,
+        *,
+        by_uuid: bool,
+        terminates_when_lost: bool,
+        more_variables: Mapping[str, str],
     ) -> None:
         super().__init__(spec, progress)
-        self._command = list(command)
-        self._by_uuid = by_uuid
+        self.command = list(command)
+        self.more_variables = dict(more_variables)
+        self.by_uuid = by_uuid
         self._terminates_when_lost = terminates_when_lost
         self._child: int | None = None
         self._wait_status: int | None = None
@@ -72,7 +86,7 @@ class CommandOnGPU(Front):
             self.progress.say(f"{shown_gpus(granted)} after {spoken_seconds(self.progress.waited_seconds)}")
         adopt_orphans()
         try:
-            self._start(os.environ | variables_of(granted, by_uuid=self._by_uuid))
+            self.start(granted)
         except BaseException:
             self.lease_process.channel.send("done", is_clean=True)
             self.until_lease_process_is_gone()
@@ -80,25 +94,31 @@ class CommandOnGPU(Front):
         while self._wait_status is None:
             self.turn(self._seconds_to_deadline())
             self._forward_due_signals()
-        return self._finish(os.waitstatus_to_exitcode(self._wait_status))
+        return self.finish(os.waitstatus_to_exitcode(self._wait_status))
 
     # --- starting ---
 
-    def _start(self, environment: Mapping[str, str]) -> None:
+    def start(self, granted: dict[str, Any]) -> None:
+        variables = self.more_variables | variables_of(granted, by_uuid=self.by_uuid)
+        self.start_child(self.command, os.environ | variables)
+
+    def start_child(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         read_end, write_end = os.pipe()
         parent = os.getpid()
         self._child = child = os.fork()
         if child == 0:
-            self._become_the_command(environment, parent, write_end)
+            self._become_the_command(command, environment, parent, write_end)
         os.close(write_end)
         self.lease_process.channel.send("child", pid=child)
         with os.fdopen(read_end, "rb") as failure:
             number = failure.read()
         if number:
             os.waitpid(child, 0)
-            raise cannot_run(self._command[0], int(number))
+            raise cannot_run(command[0], int(number))
 
-    def _become_the_command(self, environment: Mapping[str, str], parent: int, write_end: int) -> None:
+    def _become_the_command(
+        self, command: Sequence[str], environment: Mapping[str, str], parent: int, write_end: int
+    ) -> None:
         number = errno.EINVAL
         try:
             # If we are killed, its lease ends too.
@@ -107,8 +127,8 @@ class CommandOnGPU(Front):
                 os._exit(KILLED + signal.SIGKILL)
             for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(ignored_by_python, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, self.lease_process.mask_before)
-            os.execvpe(self._command[0], self._command, dict(environment))  # noqa: S606  # intended
+            signal.pthread_sigmask(signal.SIG_SETMASK, {*self.lease_process.mask_before, *self.blocked_in_child})
+            os.execvpe(command[0], list(command), dict(environment))  # noqa: S606  # intended
         except OSError as error:
             number = error.errno or errno.EINVAL
         finally:
@@ -145,7 +165,7 @@ class CommandOnGPU(Front):
         # Even if the answer is not needed: otherwise an old signal could be mistaken for the next one of its kind.
         self._questions += self.lease_process.channel.send("signals")
         if info.number == signal.SIGCONT:
-            self._send(info.number)  # twice is harmless
+            self.send_signal(info.number)  # twice is harmless
         elif info.is_from_kernel:
             self._from_terminal(info)
         else:
@@ -154,7 +174,11 @@ class CommandOnGPU(Front):
     def _from_terminal(self, info: SignalInfo) -> None:
         """The whole group got it, except a hangup, which the kernel sends only to the session leader."""
         if info.number == signal.SIGHUP and os.getsid(0) == os.getpid():
-            self._send(info.number)
+            self.send_signal(info.number)
+        self.group_got(info)
+
+    def group_got(self, info: SignalInfo) -> None:
+        """The whole process group got this signal, and with it the command."""
         self._act_on(info)
 
     def _forward_due_signals(self) -> None:
@@ -163,15 +187,15 @@ class CommandOnGPU(Front):
             # All of them: `timeout` sends it to us first, then to the group, which includes the command.
             for pending in [each for each in self._pending if (each.info.number, each.info.pid) == told[:2]]:
                 self._pending.remove(pending)
-                self._act_on(pending.info)
+                self.group_got(pending.info)
         for pending in [each for each in self._pending if now >= self._forward_at(each)]:
             self._pending.remove(pending)
-            self._send(pending.info.number)
+            self.send_signal(pending.info.number)
             self._act_on(pending.info)
         self._group_signals = [told for told in self._group_signals if now < told[2]]
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
-            self._send(signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
 
     def _forward_at(self, pending: _Pending) -> float:
         """When to forward it: later while the lease process still owes an answer."""
@@ -191,7 +215,7 @@ class CommandOnGPU(Front):
             deadlines.append(self._kill_at)
         return min(deadlines) - time.monotonic() if deadlines else None
 
-    def _send(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         if self._child is not None and self._wait_status is None:
             os.kill(self._child, number)
 
@@ -202,7 +226,7 @@ class CommandOnGPU(Front):
             self.progress.say(f"the lease is lost: {text}; ending the command")
             self._ending, self._is_lost = signal.SIGTERM, True
             self._kill_at = time.monotonic() + TERMINATE_SECONDS
-            self._send(signal.SIGTERM)
+            self.send_signal(signal.SIGTERM)
         else:
             self.progress.say(f"the lease is lost: {text}; the command keeps running, but its GPU may be granted again")
 
@@ -231,19 +255,27 @@ class CommandOnGPU(Front):
 
     # --- the end ---
 
-    def _finish(self, code: int) -> int:
+    def finish(self, code: int) -> int:
         left = self._left_behind()
+        if left and all(map(_is_lease_process, left)):
+            # A `gpu-pool wait` inside the command gives its part of the lease back, now that its shell has ended.
+            left = self._until_ended(INNER_LEASES_SECONDS)
         # Only if that signal ended the command: otherwise its children are left alone.
         if left and self._ending is not None and (code < 0 or code == KILLED + self._ending or self._is_lost):
             left = self._end_orphans(self._ending)
         if left:
-            shown = ", ".join(map(str, left[:5])) + ("…" if len(left) > 5 else "")
-            self.progress.say(f"the command left processes running ({shown}): its GPU stays reserved while they use it")
+            self.say_left_behind(left)
         self.lease_process.channel.send("done", is_clean=not left)
         self.until_lease_process_is_gone()
         if code == -signal.SIGINT and self._is_interrupted:
             return die_of_interrupt()
         return KILLED - code if code < 0 else code
+
+    def say_left_behind(self, left: Sequence[int], where: str = "") -> None:
+        shown = ", ".join(map(str, left[:5])) + ("…" if len(left) > 5 else "")
+        self.progress.say(
+            f"the command left processes running{where} ({shown}): its GPU stays reserved while they use it"
+        )
 
     def _left_behind(self) -> list[int]:
         if not has_children(os.getpid(), besides=self.lease_process.pid):
@@ -256,10 +288,19 @@ class CommandOnGPU(Front):
         for pid in self._left_behind():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
-        deadline = time.monotonic() + ORPHANS_SECONDS
+        return self._until_ended(ORPHANS_SECONDS)
+
+    def _until_ended(self, most_seconds: float) -> list[int]:
+        """What is still left behind after this time."""
+        deadline = time.monotonic() + most_seconds
         while (left := self._left_behind()) and (seconds := deadline - time.monotonic()) > 0:
             self.turn(min(seconds, 0.2))
         return left
+
+
+def _is_lease_process(pid: int) -> bool:
+    found = process_stat(pid)
+    return found is None or found.command == PROCESS_NAME
 
 
 def check_command(command: Sequence[str]) -> None:

@@ -2,28 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import re
+from typing import TYPE_CHECKING, Any, Final
 
-from gpu_worker_pool.lease_variables import lease_variables
+from gpu_worker_pool import lease_variables as names
+from gpu_worker_pool.lease_variables import GPUNaming, VisibleGPU, lease_variables
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 def variables_of(granted: dict[str, Any], *, by_uuid: bool = False) -> dict[str, str]:
-    """By index, because UUIDs break some programs, and with the order in which CUDA numbers GPUs as we do.
+    outer = granted["outer_leases"]
+    variables = lease_variables(
+        _names(granted),
+        granted["lease_id"],
+        _naming(granted, by_uuid=by_uuid),
+        host=granted["host"],
+        endpoint=granted["url"],
+        outer_leases=outer,
+    )
+    if not outer and os.environ.get("GPU_POOL_OUTER_LEASES"):
+        variables["GPU_POOL_OUTER_LEASES"] = ""  # those around this program are not around the new lease
+    return variables
 
-    MIG devices have no index, so they are always named by UUID.
-    """
-    return lease_variables(visible_devices(granted, by_uuid=by_uuid), granted["lease_id"])
+
+def named_variables(given: Sequence[str]) -> dict[str, str]:
+    """Of `--env`: `NAME`, as it is here if it is set, or `NAME=VALUE`. Raises a `ValueError`."""
+    if not given:
+        return {}
+    from gpu_worker_pool.cli.keys import SECRETS
+
+    variables = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"--env must be NAME or NAME=VALUE, not {text!r}")
+        if name in SECRETS:
+            raise ValueError(f"--env {name} is not possible: keys are not passed on")
+        if name in lease_variables((), "", host="-", endpoint="-", outer_leases="-"):
+            raise ValueError(f"--env {name} is not possible: the lease sets it")
+        if equals or name in os.environ:
+            variables[name] = value if equals else os.environ[name]
+    return variables
 
 
 def visible_devices(granted: dict[str, Any], *, by_uuid: bool = False) -> str:
-    return ",".join(_name(gpu, by_uuid=by_uuid) for gpu in granted["gpus"])
+    return names.visible_devices(_names(granted), _naming(granted, by_uuid=by_uuid))
 
 
-def _name(gpu: dict[str, Any], *, by_uuid: bool) -> str:
-    uuid: str | None = gpu["uuid"]
-    if uuid is not None and (by_uuid or uuid.startswith("MIG-")):
-        return uuid
-    return str(gpu["gpu_id"])
+def _names(granted: dict[str, Any]) -> list[VisibleGPU]:
+    return [VisibleGPU(gpu["gpu_id"], gpu["uuid"]) for gpu in granted["gpus"]]
+
+
+def _naming(granted: dict[str, Any], *, by_uuid: bool) -> GPUNaming:
+    """As an option or the environment says; the lease process has read the latter."""
+    return "uuid" if by_uuid or granted["gpu_names"] == "uuid" else "index"
 
 
 def shown_gpus(granted: dict[str, Any]) -> str:

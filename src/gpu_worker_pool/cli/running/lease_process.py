@@ -11,7 +11,7 @@ import gc
 import os
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.cli.exits import CommandError, Status
@@ -33,6 +33,9 @@ FORWARDED: Final = (
     signal.SIGCONT,
 )
 _HEARD: Final = (*FORWARDED, signal.SIGCHLD)
+
+#: The name of every lease process: the `gpu-pool run` around it knows it by that.
+PROCESS_NAME: Final = "gpu-pool-lease"
 
 #: Forked before it is known whether it is needed.
 _prepared: list[LeaseProcess] = []
@@ -82,6 +85,9 @@ class LeaseProcess:
 def _run_and_exit(theirs: Channel, words: Sequence[str]) -> None:
     status = 1
     try:
+        # At once: a `gpu-pool run` around us knows by it that we are about to end, and nothing that uses a GPU.
+        with suppress(OSError), open("/proc/self/comm", "w") as name:  # noqa: PTH123  # loads faster
+            name.write(PROCESS_NAME)
         # A background command that uses the terminal stops the whole group; the lease must still be renewed.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTIN, signal.SIGTTOU])
         # stderr stays open for errors. An open stdout would keep its reader waiting for the end of file.

@@ -21,8 +21,17 @@ class LeaseSpec(NamedTuple):
     #: None: from the environment, else 60 s.
     ttl_seconds: float | None
     worker_id: str = ""
+    #: The program and the process that will use the GPU, for others to read.
+    program: str | None = None
+    pid: int | None = None
     #: The lease ends with this process; None: with the command of `run`.
     for_pid: int | None = None
+    #: Use the ledger of this user alone.
+    is_private: bool = False
+    #: `--here`: the GPUs are this host's, whatever the endpoint's address.
+    is_here: bool = False
+    #: `--ssh`: where the command runs if its GPU is elsewhere; empty: the endpoint's own host; None: nowhere else.
+    ssh_target: str | None = None
 
 
 def worker_name(what: str, pid: int | None = None) -> str:

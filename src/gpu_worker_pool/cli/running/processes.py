@@ -41,8 +41,9 @@ def _is_same(now: ProcessStat | None, then: ProcessStat) -> bool:
 
 
 def processes_of_lease(lease_id: str) -> list[int]:
-    """The processes with this lease in their environment, as far as we may read it."""
+    """The processes with this lease, or one inside it, in their environment, as far as we may read it."""
     wanted = f"GPU_POOL_LEASE_ID={lease_id}".encode()
+    around, name = b"GPU_POOL_OUTER_LEASES=", lease_id.encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
@@ -50,7 +51,10 @@ def processes_of_lease(lease_id: str) -> list[int]:
                 environment = (entry / "environ").read_bytes()
             except OSError:
                 continue
-            if wanted in environment.split(b"\0"):
+            variables = environment.split(b"\0")
+            if wanted in variables or any(
+                each.startswith(around) and name in each.removeprefix(around).split(b",") for each in variables
+            ):
                 found.append(int(entry.name))
     return found
 

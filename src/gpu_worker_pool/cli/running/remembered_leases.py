@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.api.client import APIClient
+from gpu_worker_pool.api.client import INNER_LEASES, ON_COMMAND_LINE, APIClient
 from gpu_worker_pool.api.transport import make_session
 from gpu_worker_pool.cli.keys import Tokens, allows_insecure_key
 from gpu_worker_pool.cli.views.http_host import HTTPHost
@@ -35,27 +36,42 @@ def server_leases(endpoint: EndpointConfig, environment: MultiEndpointConfigurat
         timeout_seconds=environment.get_endpoint_timeout(),
         api_key=environment.get_api_key(),
         allow_insecure_key=allows_insecure_key(),
+        advice=ON_COMMAND_LINE,
     )
-    service = HTTPLeaseService(endpoint.endpoint_id, api)
-    return RememberedLeases(endpoint, service, Tokens(), Environment().text("GPU_POOL_LEASE_ID"))
+    enclosing_tokens: dict[str, str] = {}
+    service = HTTPLeaseService(endpoint.endpoint_id, api, enclosing_tokens)
+    return RememberedLeases(endpoint, service, Tokens(), Environment().text("GPU_POOL_LEASE_ID"), enclosing_tokens)
 
 
 class RememberedLeases:
     longest_silence_seconds = math.inf
 
     def __init__(
-        self, endpoint: EndpointConfig, service: LeaseService, tokens: Tokens, inherited_lease_id: str = ""
+        self,
+        endpoint: EndpointConfig,
+        service: LeaseService,
+        tokens: Tokens,
+        lease_id_around: str = "",
+        enclosing_tokens: dict[str, str] | None = None,
     ) -> None:
+        """`lease_id_around`: the lease inside which this program runs, perhaps one of this server.
+
+        If it is, its token is put into `enclosing_tokens`, and `service` sends it with requests inside the lease.
+        """
         self.endpoint_id = endpoint.endpoint_id
         self._service = service
         self._endpoint = endpoint
-        self._inherited_lease_id = inherited_lease_id
+        self._lease_id_around = lease_id_around
+        self._enclosing_tokens = {} if enclosing_tokens is None else enclosing_tokens
         self._inherited: InheritedLease | None = None
         self._tokens = tokens
 
     async def acquire(self, request: Request, *, wait_seconds: float, may_reserve: bool) -> HeldLease | StillWaiting:
-        if (inherited := await self._inherit()) is not None:
-            return await inherited.take(request, wait_seconds)
+        await self._look_around()
+        if self._inherited is not None:
+            return await self._inherited.take(request, wait_seconds)
+        for lease_id in self._enclosing_tokens:
+            request = replace(request, within=lease_id)
         if self._tokens.of(request.request_id) is None:
             self._tokens.remember(request)
         async with self._forgetting(request):
@@ -98,16 +114,21 @@ class RememberedLeases:
     async def close(self) -> None:
         await self._service.close()
 
-    async def _inherit(self) -> InheritedLease | None:
-        """A program that runs inside a lease has it already, and must not wait for itself."""
-        if self._inherited is None and self._inherited_lease_id:
-            row = await HTTPHost(self._endpoint, _session()).lease(self._inherited_lease_id)
-            # Ids belong to one ledger: a lease without a token of ours is another one with the same id.
-            if row is not None and row.state == "held" and self._tokens.of(row.request_id) is not None:
+    async def _look_around(self) -> None:
+        """Find out once whether this program runs inside a lease of this server, which it then divides with others."""
+        if self._inherited is not None or not self._lease_id_around:
+            return
+        host = HTTPHost(self._endpoint, _session())
+        row = await host.lease(self._lease_id_around)
+        # Ids belong to one ledger: a lease without a token of ours is another one with the same id.
+        token = None if row is None or row.state != "held" else self._tokens.of(row.request_id)
+        if row is not None and token is not None:
+            if INNER_LEASES in (await host.features() or ()):
+                self._enclosing_tokens[row.lease_id] = token
+            else:  # an older server: all programs inside the lease use it
                 gpus = [LeasedGPU(*gpu) for gpu in row.gpus]
                 self._inherited = InheritedLease(self, row.lease_id, row.fence, gpus)
-            self._inherited_lease_id = ""
-        return self._inherited
+        self._lease_id_around = ""
 
 
 def _session() -> aiohttp.ClientSession:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gpu_worker_pool.api.holder_rows import shown_holder
 from gpu_worker_pool.cli.quantities import spoken_mb, spoken_seconds
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ Row = dict[str, Any]
 LEASE_COLUMNS = ("lease", "gpu", "holder", "since", "promised", "used", "state", "label")
 QUEUE_COLUMNS = ("place", "request", "who", "waiting", "wants", "why", "label")
 WAITING_COLUMNS = ("place", "who", "waiting", "why", "label")
+#: How many processes of a GPU that is not leased are listed.
+MOST_OUTSIDERS = 3
 GPU_COLUMNS = ("gpu", "memory", "load", "state", "holder", "since", "promised", "used")
 
 
@@ -21,7 +24,7 @@ def lease_cells(row: Row) -> list[str]:
     return [
         row["lease_id"],
         ",".join(str(gpu["gpu_id"]) for gpu in row["gpus"]),
-        holder(row),
+        shown_holder(row),
         _duration(row["held_seconds"]),
         promised(row),
         spoken_mb(row["memory_used_mb"]),
@@ -40,11 +43,6 @@ def lease_state(row: Row) -> str:
     return state
 
 
-def holder(row: Row) -> str:
-    name: str = row["worker_id"] or row.get("request_id") or "?"
-    return name
-
-
 def promised(row: Row) -> str:
     """Memory reserved on each GPU."""
     if row["memory_mb"] is None:
@@ -57,7 +55,7 @@ def queue_cells(row: Row) -> list[str]:
     return [
         "?" if row["position"] is None else str(row["position"]),
         row["request_id"],
-        row["worker_id"] or "?",
+        shown_holder(row),
         _duration(row["waiting_seconds"]),
         f"{count} GPU{'s' if count > 1 else ''}{priority}",
         row["reasons"][0] if row["reasons"] else "",
@@ -77,13 +75,13 @@ def gpu_rows(row: Row, leases: Iterable[Row]) -> list[list[str]]:
     gpu = [str(row["gpu_id"]), memory_cell(row), load_cell(row), gpu_state(row, on_it)]
     holders = [
         [
-            holder(lease) + (f" ({lease['label']})" if lease["label"] else ""),
+            shown_holder(lease) + (f" ({lease['label']})" if lease["label"] else ""),
             _duration(lease["held_seconds"]),
             promised(lease),
             used_in_all(lease),
         ]
         for lease in on_it
-    ] or [[_outsiders(row) or next(iter(row.get("obstacles") or ()), ""), "", "", ""]]
+    ] or _outsiders(row)
     return [(["", "", "", ""] if number else gpu) + cells for number, cells in enumerate(holders)]
 
 
@@ -95,7 +93,8 @@ def used_in_all(row: Row) -> str:
 
 def memory_cell(row: Row) -> str:
     memory = row["memory"] or {"used_mb": None, "total_mb": None}
-    return f"{_gib(memory['used_mb'])}/{_gib(memory['total_mb'])} GiB"
+    what = "GiB host memory" if row.get("unified_memory") else "GiB"
+    return f"{_gib(memory['used_mb'])}/{_gib(memory['total_mb'])} {what}"
 
 
 def load_cell(row: Row) -> str:
@@ -116,19 +115,38 @@ def gpu_state(row: Row, on_it: list[Row]) -> str:
     if any(lease.get("quarantine") for lease in on_it):
         return "quarantine"
     if on_it:
-        return "shared" if all(lease["share"] for lease in on_it) else "held"
+        ids = {lease.get("lease_id") for lease in on_it}
+        # A lease stands for those inside it.
+        return (
+            "shared"
+            if all(lease["share"] for lease in on_it if lease.get("within") is None or lease["within"] not in ids)
+            else "held"
+        )
     obstacles = row.get("obstacles")
     if obstacles is None:
         return "unknown"  # the ledger cannot be read, or the server has none
-    return "busy" if obstacles else "free"
+    if obstacles:
+        return "busy"
+    # `gpu-pool run` would not take it; an older server does not say.
+    return "in use" if row.get("idle_obstacles") else "free"
 
 
-def _outsiders(row: Row) -> str:
-    """Processes without a lease."""
-    return ", ".join(
-        f"{process['name'] or '?'} ({process['user'] or 'pid'} {process['pid']})"
-        for process in (row.get("processes") or [])[:3]
-    )
+def _outsiders(row: Row) -> list[list[str]]:
+    """A line for each process without a lease; without such processes, what else keeps the GPU from a request."""
+    processes = row.get("processes") or []
+    lines = [
+        [
+            f"{process['name'] or 'process'} (pid {process['pid']}{', ' + process['user'] if process['user'] else ''})",
+            _duration(process.get("running_seconds")),
+            "no lease",
+            spoken_mb(process["memory_used_mb"]),
+        ]
+        for process in processes[:MOST_OUTSIDERS]
+    ]
+    if len(processes) > MOST_OUTSIDERS:
+        lines.append([f"and {len(processes) - MOST_OUTSIDERS} more", "", "", ""])
+    why = next(iter(row.get("obstacles") or row.get("idle_obstacles") or ()), "")
+    return lines or [[why, "", "", ""]]
 
 
 def leases_on(gpu: Row, leases: Iterable[Row]) -> list[Row]:

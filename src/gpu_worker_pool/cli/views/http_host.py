@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
-from gpu_worker_pool.api.client import APIClient
+from gpu_worker_pool.api.client import ON_COMMAND_LINE, APIClient
 from gpu_worker_pool.api.transport import make_session
 from gpu_worker_pool.cli.keys import Tokens, admin_key, allows_insecure_key
 from gpu_worker_pool.config import MultiEndpointConfigurationManager
@@ -37,6 +37,7 @@ class HTTPHost(APIClient):
             api_key=admin or MultiEndpointConfigurationManager().get_api_key(),
             is_admin_key=admin is not None,
             allow_insecure_key=allows_insecure_key(),
+            advice=ON_COMMAND_LINE,
         )
         self.endpoint = endpoint
 

@@ -13,6 +13,7 @@ from gpu_worker_pool.broker.local import LocalBroker, local_user
 from gpu_worker_pool.cli.endpoints import local_backend
 from gpu_worker_pool.cli.local_state import local_state_directory
 from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.core.origins import name_of
 from gpu_worker_pool.errors import (
     LedgerUnavailableError,
     NotYourLeaseError,
@@ -21,8 +22,11 @@ from gpu_worker_pool.errors import (
     UnknownLeaseError,
 )
 from gpu_worker_pool.hardware.leasable import within_visible
+from gpu_worker_pool.hardware.origin import host_name
 from gpu_worker_pool.hardware.samples import DriverAnswer
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
+from gpu_worker_pool.leases.around import lease_around
+from gpu_worker_pool.leases.local import live_leases
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
@@ -85,11 +89,13 @@ class LocalHost:
     async def explain_requirements(self, requirements: Requirements) -> Body:
         sample = await self._host.sample(FIRST_SAMPLE_SECONDS)
         assert isinstance(sample.answer, DriverAnswer)
-        # Inside a lease that variable says what was leased.
-        visible = None if os.environ.get("GPU_POOL_LEASE_ID") else os.environ.get("CUDA_VISIBLE_DEVICES")
-        requirements = within_visible(requirements, sample.answer.gpus, VisibilityFilter(visible))
-        broker = self._host.broker
-        explanation = await _in_time(broker.explain_requirements(requirements))
+        broker, gpus, visible = self._host.broker, sample.answer.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")
+        lease_id = os.environ.get("GPU_POOL_LEASE_ID", "").strip() or None
+        around = lease_around(live_leases(await self._leases()), lease_id, visible, gpus)
+        if around is None:
+            requirements = within_visible(requirements, gpus, VisibilityFilter(visible))
+        within = None if around is None else around.lease_id
+        explanation = await _in_time(broker.explain_requirements(requirements, within))
         return explanation_body("", explanation, broker.index_of)
 
     async def end_lease(self, lease_id: str) -> bool:
@@ -141,4 +147,4 @@ def _check_ours(request: Request, what: str) -> None:
     if os.getuid() == 0 or request.account == local_user():
         return
     whose = "another user's" if request.account.startswith("user:") else "that of a program that asked a server for it"
-    raise NotYourLeaseError(f"{what} is {whose}: ask them ({request.worker_id or 'unnamed'}), or root")
+    raise NotYourLeaseError(f"{what} is {whose}: ask them ({name_of(request, host_name())}), or root")

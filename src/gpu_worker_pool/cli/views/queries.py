@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local
 from gpu_worker_pool.cli.exits import CommandError, Status, status_of
 from gpu_worker_pool.errors import GPUWorkerPoolError
+from gpu_worker_pool.host_socket import socket_path
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -81,6 +82,10 @@ async def open_hosts(given: Sequence[str]) -> AsyncIterator[list[Host | Unopened
 
 def _open(endpoint: EndpointConfig) -> AbstractAsyncContextManager[Host]:
     if is_local(endpoint):
+        if (path := socket_path()) is not None:
+            from gpu_worker_pool.cli.views.socket_host import open_socket_host
+
+            return open_socket_host(endpoint, path)
         from gpu_worker_pool.cli.views.local_host import open_local_host
 
         return open_local_host(endpoint)

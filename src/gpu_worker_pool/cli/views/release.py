@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpu_worker_pool.cli.exits import Status, status_of
 from gpu_worker_pool.cli.views.queries import open_hosts, opened
-from gpu_worker_pool.errors import GPUWorkerPoolError
+from gpu_worker_pool.errors import GPUWorkerPoolError, LedgerUnusableError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,8 @@ async def _release(hosts: Sequence[Host | Unopened], identifier: str) -> Release
                 return ReleaseResult(identifier, endpoint_id, "request")
         except GPUWorkerPoolError as error:
             errors.append(f"{endpoint_id}: {error}" if len(hosts) > 1 else str(error))
-            if error.retryable:  # it did not answer; a refusal is an answer
+            # It did not answer, or cannot be opened; a refusal is an answer.
+            if error.retryable or isinstance(error, LedgerUnusableError):
                 status = status_of(error)
     not_found = (
         f"there is no lease and no request {identifier!r}; gpu-pool leases and gpu-pool queue list what there is"

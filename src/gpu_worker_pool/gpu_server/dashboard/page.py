@@ -99,7 +99,7 @@ def host_id(settings: ServerSettings, state_dir: str | None) -> str:
     """The same for all servers that show the same GPUs of this host: a list of peers may include the host itself."""
     try:
         folder = Path(state_dir or "/nowhere").stat()
-        facts = (boot_id(), folder.st_dev, folder.st_ino, settings.gpu_backend, settings.cuda_visible_devices)
+        facts = (boot_id(), folder.st_dev, folder.st_ino, settings.backend, settings.cuda_visible_devices)
     except OSError:
         return secrets.token_hex(8)
     return sha256(repr(facts).encode()).hexdigest()[:16]

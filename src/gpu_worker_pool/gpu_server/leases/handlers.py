@@ -5,6 +5,7 @@ The broker's errors are turned into refusals by `FastPathAPI`. Answers that are 
 
 from __future__ import annotations
 
+import hmac
 import re
 import secrets
 from dataclasses import replace
@@ -21,6 +22,7 @@ from gpu_worker_pool.api.lease_rows import (
 from gpu_worker_pool.broker.broker import owner_of
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.events import Request
+from gpu_worker_pool.core.origins import name_of, vouched
 from gpu_worker_pool.core.requirements import names_gpu
 from gpu_worker_pool.errors import LedgerUnavailableError, NotYourLeaseError, PoolStoppedError
 from gpu_worker_pool.gpu_server.disconnect import CallerGoneError, DisconnectWatch, is_gone, read_body
@@ -29,19 +31,24 @@ from gpu_worker_pool.gpu_server.leases.schemas import (
     TOKEN_PATTERN,
     LeaseRequest,
     RequirementsBody,
+    gpu_naming,
     invalid,
     parse_body,
 )
 from gpu_worker_pool.gpu_server.responses import RETRY_AFTER, Refusal, json_reply
 from gpu_worker_pool.gpu_server.security import check_content_type
 from gpu_worker_pool.hardware.leasable import readings_of
+from gpu_worker_pool.hardware.origin import host_name
+from gpu_worker_pool.hardware.proc import ancestors_of, user_name
 
 if TYPE_CHECKING:
     from gpu_worker_pool.broker.broker import Waiting
+    from gpu_worker_pool.core.events import Origin
     from gpu_worker_pool.core.requirements import Requirements
     from gpu_worker_pool.gpu_server.fast_path import RequestContext
     from gpu_worker_pool.gpu_server.leases.schemas import Body
     from gpu_worker_pool.gpu_server.responses import Reply
+    from gpu_worker_pool.gpu_server.unix_socket import Peer
 
 _ID: Final = re.compile(ID_PATTERN)
 _TOKEN: Final = re.compile(TOKEN_PATTERN)
@@ -58,10 +65,13 @@ async def acquire(context: RequestContext) -> Reply:
     """
     body, requirements = await _read(LeaseRequest, context)
     request_id = body.request_id or secrets.token_hex(16)
-    requirements = await _within_visible_gpus(context, requirements, request_id)
+    within = await _enclosing_lease(context, body)
+    if within is None:
+        requirements = await _within_visible_gpus(context, requirements, request_id)
     token = _token_for(context, request_id)
     if not _TOKEN.match(token):
         raise invalid("X-Lease-Token: must be 16 to 200 ASCII characters without blanks")
+    peer = context.caller.peer
     request = Request(
         request_id,
         requirements,
@@ -70,11 +80,24 @@ async def acquire(context: RequestContext) -> Reply:
         body.label,
         body.ttl_seconds,
         context.caller.account,
+        process="" if peer is None else peer.process,
+        origin=_origin(body, peer),
+        within=within,
     )
     found = await _poll(context, request, body)
     if isinstance(found, Lease):
-        return json_reply(201, granted_body(found, token))
+        return json_reply(201, granted_body(found, token, context.parts.broker.index_of, body.gpu_names))
     return json_reply(202, waiting_body(found, token))
+
+
+def _origin(body: LeaseRequest, peer: Peer | None) -> Origin | None:
+    """Over TCP it is what the caller says; over the Unix socket the kernel vouches for the user and the process."""
+    said = None if body.holder is None else body.holder.origin()
+    if peer is None:
+        return said
+    # `gpu-pool` has a process that holds the lease, and names the one around it, which started it.
+    pid = said.pid if said is not None and said.pid in ancestors_of(peer.pid or 0) else peer.pid
+    return vouched(said, user=peer.user, host=host_name(), pid=pid)
 
 
 async def cancel(context: RequestContext) -> Reply:
@@ -82,6 +105,11 @@ async def cancel(context: RequestContext) -> Reply:
     broker, request_id, is_admin = context.parts.broker, context.identifier, context.caller.is_admin
     if not _ID.match(request_id):
         raise _unknown_request(request_id)
+    if context.caller.peer is not None and not is_admin:
+        by = _user_or_token(context, await broker.request_of(request_id), f"request {request_id}")
+        if not await broker.cancel(request_id, by):
+            raise _unknown_request(request_id)
+        return json_reply(200, {"request_id": request_id, "cancelled": True})
     has_token = context.headers.x_lease_token is not None
     if not has_token and not is_admin and broker.held_by(request_id) is not None:
         raise _token_needed("releasing the lease that it was granted")
@@ -101,6 +129,21 @@ async def _read(shape: type[Body], context: RequestContext) -> tuple[Body, Requi
     return parse_body(shape, await read_body(context.receive, context.headers.content_length))
 
 
+async def _enclosing_lease(context: RequestContext, body: LeaseRequest) -> str | None:
+    """The id of the lease inside which the request runs. If that has ended, the pool refuses the request."""
+    if body.within is None:
+        return None
+    lease_id, token = body.within.lease_id, body.within.token
+    found = await context.parts.broker.lease(lease_id)
+    if found is None or context.caller.has_requested(found.request):
+        return lease_id
+    if token is None:
+        raise Refusal(403, "token_needed", f"within: dividing {lease_id} needs its token: send it as within.token")
+    if not hmac.compare_digest(found.request.owner, owner_of(token)):
+        raise Refusal(403, "not_yours", f"within: the token is not that of {lease_id}")
+    return lease_id
+
+
 async def _within_visible_gpus(
     context: RequestContext, requirements: Requirements, request_id: str = ""
 ) -> Requirements:
@@ -111,10 +154,10 @@ async def _within_visible_gpus(
     view = context.parts.view
     if view.filter.value is None:
         return requirements
-    first = await context.parts.broker.requirements_of(request_id)
-    if first is not None and replace(first, only=None) == replace(requirements, only=None):
+    first = await context.parts.broker.request_of(request_id)
+    if first is not None and replace(first.requirements, only=None) == replace(requirements, only=None):
         # A repeated request must stay the same, although GPUs may have come and gone.
-        return first
+        return first.requirements
     if view.shown is None:
         raise Refusal(503, "no_sample_yet", "the GPUs of this server are not known yet", headers=RETRY_AFTER)
     visibility = view.shown.visibility
@@ -166,14 +209,19 @@ async def _poll(context: RequestContext, request: Request, body: LeaseRequest) -
 async def renew(context: RequestContext) -> Reply:
     """Renew a lease for another `ttl_seconds`. A lease that has ended is never revived: 409."""
     check_content_type(context.headers, is_needed=False)
-    lease = await context.parts.broker.renew(_lease_id(context), _owner(context, "renewing"))
-    return json_reply(200, lease_body(lease))
+    lease_id = _lease_id(context)
+    naming, broker = gpu_naming(context.scope["query_string"]), context.parts.broker
+    lease = await broker.renew(lease_id, await _owner(context, lease_id, "renewing"))
+    return json_reply(200, lease_body(lease, broker.index_of, naming))
 
 
 async def release(context: RequestContext) -> Reply:
-    """Release a lease; twice is harmless. An administrator's key releases any lease and ends its quarantine."""
+    """Release a lease; twice is harmless. An administrator's key releases any lease and ends its quarantine.
+
+    Over the Unix socket, a user's own leases need no token, and root is an administrator.
+    """
     lease_id = _lease_id(context)
-    by = None if context.caller.is_admin else _owner(context, "releasing")
+    by = None if context.caller.is_admin else await _owner(context, lease_id, "releasing")
     await context.parts.broker.release(lease_id, by)
     return json_reply(200, {"lease_id": lease_id, "released": True})
 
@@ -184,11 +232,27 @@ def _lease_id(context: RequestContext) -> str:
     return context.identifier
 
 
-def _owner(context: RequestContext, what: str) -> str:
+async def _owner(context: RequestContext, lease_id: str, what: str) -> str | None:
+    """By whom, as the ledger compares it; None: it is the caller's, who needs no token."""
+    if context.caller.peer is not None:
+        request = await context.parts.broker.request_of_lease(lease_id)
+        return _user_or_token(context, request, f"lease {lease_id}")
     token = context.headers.x_lease_token
     if token is None:
         raise _token_needed(what)
     return owner_of(token.decode("latin-1"))
+
+
+def _user_or_token(context: RequestContext, request: Request | None, what: str) -> str | None:
+    """The same over the Unix socket: what this user requested is the caller's, and so is what it has the token of."""
+    caller, token = context.caller, context.headers.x_lease_token
+    if request is None:
+        return caller.account  # the broker says that there is no such thing
+    if caller.has_requested(request):
+        return None
+    if token is not None and owner_of(token.decode("latin-1")) == request.owner:
+        return request.owner
+    raise _not_yours(request, what)
 
 
 # --- views: open to everyone ---
@@ -246,6 +310,12 @@ def _unknown_lease(lease_id: str) -> Refusal:
 
 def _unknown_request(request_id: str) -> Refusal:
     return Refusal(404, "unknown_request", f"no waiting request has the id {request_id[:64]!r}; GET /queue lists them")
+
+
+def _not_yours(request: Request, what: str) -> Refusal:
+    kind, _, uid = request.account.partition(":")
+    whose = f"{user_name(int(uid))}'s" if kind == "user" else "that of a program that asked over TCP"
+    return Refusal(403, "not_yours", f"{what} is {whose}: ask them ({name_of(request, host_name())}), or root")
 
 
 def _token_needed(what: str) -> Refusal:

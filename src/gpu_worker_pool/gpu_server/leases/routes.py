@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
+from gpu_worker_pool._version import __version__
 from gpu_worker_pool.gpu_server.fast_path import FastRoute
 from gpu_worker_pool.gpu_server.leases import handlers, schemas
+from gpu_worker_pool.lease_variables import GPUNaming
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from gpu_worker_pool.gpu_server.fast_path import Handler, Method
 
+#: `TITLE` and `VERSION` name the whole API; this says whose leases these are.
+LEASE_TAG: Final = {
+    "name": "leases",
+    "description": f"The lease API of gpu-worker-pool {__version__}: a held GPU is granted to no other request.",
+}
 HOME_ENTRIES: Final = {
     "/leases": "Leases: POST to request one, GET to see all",
     "/queue": "Requests that wait",
@@ -36,6 +43,12 @@ _TOKEN: Final = {
     "description": "The secret of the lease.",
     "schema": {"type": "string", "pattern": schemas.TOKEN_PATTERN},
 }
+_GPU_NAMES: Final = {
+    "name": "gpu_names",
+    "in": "query",
+    "description": schemas.GPU_NAMES_DESCRIPTION,
+    "schema": {"type": "string", "enum": list(get_args(GPUNaming)), "default": "index"},
+}
 _ID_DESCRIPTIONS: Final = {"lease_id": "From the answer to `POST /leases`.", "request_id": "From the request."}
 
 
@@ -48,6 +61,7 @@ def _route(
     *,
     is_open: bool = True,
     body: type[schemas.RequirementsBody] | None = None,
+    query: tuple[dict[str, Any], ...] = (),
 ) -> FastRoute:
     parameters: list[dict[str, Any]] = [
         {
@@ -60,6 +74,7 @@ def _route(
         for name, description in _ID_DESCRIPTIONS.items()
         if f"{{{name}}}" in path
     ]
+    parameters.extend(query)
     extra: dict[str, Any] = {"parameters": parameters}
     if not is_open:
         parameters.append(_TOKEN)
@@ -70,7 +85,7 @@ def _route(
         extra["requestBody"] = {"required": True, "content": content}
     responses: dict[int | str, dict[str, Any]] = {status: {"model": model} for status, model in answers.items()}
     responses |= {status: {"model": schemas.Refused, "description": _REFUSED[status]} for status in (*refusals, 503)}
-    openapi = {"status_code": min(answers), "responses": responses, "openapi_extra": extra, "tags": ["leases"]}
+    openapi = {"status_code": min(answers), "responses": responses, "openapi_extra": extra, "tags": [LEASE_TAG["name"]]}
     return FastRoute(method, path, handler, openapi, is_open=is_open)
 
 
@@ -85,7 +100,13 @@ LEASE_ROUTES: Final = (
         body=schemas.LeaseRequest,
     ),
     _route(
-        "POST", "/leases/{lease_id}/renew", handlers.renew, {200: schemas.LeaseSchema}, (404, 409, 415), is_open=False
+        "POST",
+        "/leases/{lease_id}/renew",
+        handlers.renew,
+        {200: schemas.LeaseSchema},
+        (404, 409, 415, 422),
+        is_open=False,
+        query=(_GPU_NAMES,),
     ),
     _route("DELETE", "/leases/{lease_id}", handlers.release, {200: schemas.ReleasedSchema}, (404, 409), is_open=False),
     _route("DELETE", "/queue/{request_id}", handlers.cancel, {200: schemas.CancelledSchema}, (404,), is_open=False),

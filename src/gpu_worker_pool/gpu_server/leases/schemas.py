@@ -6,17 +6,26 @@ check that both agree.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+from urllib.parse import parse_qs
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, WithJsonSchema
 
+from gpu_worker_pool.core.events import Origin
 from gpu_worker_pool.core.readings import LARGEST_MB
 from gpu_worker_pool.core.requirements import ANY_GPU, Requirements
+from gpu_worker_pool.environment import one_of
 from gpu_worker_pool.gpu_server.responses import Refusal
+from gpu_worker_pool.gpu_server.schemas import Holder  # noqa: TC001  # pydantic reads the annotation
+from gpu_worker_pool.hardware.origin import LONGEST_NAME
+from gpu_worker_pool.lease_variables import GPUNaming
 
 ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,64}$"
 TOKEN_PATTERN: Final = r"^[!-~]{16,200}$"  # noqa: S105  # a pattern, not a secret
 MOST_WAIT_SECONDS: Final = 30.0
+GPU_NAMES_DESCRIPTION: Final = (
+    "How `CUDA_VISIBLE_DEVICES` in the answer's `env` names GPUs; MIG devices are always named by UUID."
+)
 
 _WORKER: Final = r"^[A-Za-z0-9._:-]{0,64}$"
 # These texts appear on terminals, where control characters would take effect.
@@ -24,6 +33,11 @@ _TEXT: Final = r"^[^\x00-\x1f\x7f-\x9f]*$"
 _NAME: Final = (
     r"^ *[^\x00-\x20\x7f-\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # not a blank of any alphabet
     r"[^\x00-\x1f\x7f-\x9f]*$"
+)
+# Also without marks that change the direction of the text around them.
+_PRINTABLE_NAME: Final = (
+    r"^[^\x00-\x20\x7f-\xa0\u1680\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff]"
+    r"[^\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]*$"
 )
 
 _PATTERNS: Final = {
@@ -80,15 +94,49 @@ class RequirementsBody(BaseModel):
         0, description="Higher goes first."
     )
     policy: Literal["thresholds", "idle"] = Field(
-        "thresholds", description="`idle` accepts only GPUs that no process uses."
+        "thresholds",
+        description="`idle` accepts only GPUs on which no process without a lease computes, and without unexplained "
+        "memory in use.",
     )
-    memory_threshold: Percent | None = Field(None, description="Memory usage must be below this; 80 by default.")
-    utilization_threshold: Percent | None = Field(None, description="Utilization must be below this; 90 by default.")
+    memory_threshold: Percent | None = Field(
+        None, description="Memory usage must be below this; 80 by default, and without limit for `idle` and `share`."
+    )
+    utilization_threshold: Percent | None = Field(
+        None, description="Utilization must be below this; 90 by default, and without limit for `idle` and `share`."
+    )
 
     def requirements(self) -> Requirements:
         """Raises a `ValueError` for fields that contradict each other."""
         given = {name: getattr(self, name) for name in self.model_fields_set & _REQUIREMENTS}
         return Requirements(**given) if given else ANY_GPU
+
+
+Name = Annotated[str, Field(max_length=LONGEST_NAME, pattern=_PRINTABLE_NAME)]
+
+
+class HolderBody(BaseModel):
+    """Who requests a GPU, as the client says it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    user: Name | None = Field(None, description="The name of its user.")
+    host: Name | None = Field(None, description="The name of its host.")
+    pid: Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(_whole)] | None = Field(None)
+    program: Name | None = Field(None, description="The name of its script or program, without arguments.")
+
+    def origin(self) -> Origin:
+        return Origin(self.user, self.host, self.pid, self.program)
+
+
+class EnclosingLease(BaseModel):
+    """A lease of yours, of which the new one becomes a part."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    lease_id: Annotated[str, Field(pattern=ID_PATTERN)] = Field(description="The lease inside which you run.")
+    token: Annotated[str, Field(pattern=TOKEN_PATTERN)] | None = Field(
+        None, description="Its token, as proof that it is yours; not needed by its user over the Unix socket."
+    )
 
 
 class LeaseRequest(RequirementsBody):
@@ -114,8 +162,15 @@ class LeaseRequest(RequirementsBody):
     ttl_seconds: float = Field(60.0, ge=2, le=3600, description="How long the lease lives without being renewed.")
     wait_seconds: float = Field(0.0, ge=0, le=MOST_WAIT_SECONDS, description="How long to wait for the answer.")
     label: Annotated[str, Field(max_length=200, pattern=_TEXT)] | None = Field(None, description="For people to read.")
+    holder: (
+        Annotated[HolderBody, WithJsonSchema(HolderBody.model_json_schema())] | None  # OpenAPI has no `$defs`
+    ) = Field(None, description="Who requests it: shown to others as said, beside `verified: false`.")
     may_keep: bool = Field(
         True, description="Whether GPUs may be reserved here for a request that others would overtake forever."
+    )
+    gpu_names: GPUNaming = Field("index", description=GPU_NAMES_DESCRIPTION)
+    within: Annotated[EnclosingLease, WithJsonSchema(EnclosingLease.model_json_schema())] | None = Field(
+        None, description="Grant a part of this lease. Requests inside a lease divide its GPUs and wait for each other."
     )
 
 
@@ -137,13 +192,27 @@ def parse_body(shape: type[Body], body: bytes) -> tuple[Body, Requirements]:
         raise invalid(str(error)) from None
 
 
+def gpu_naming(query: bytes) -> GPUNaming:
+    """Of a renewal, which has no body. Other parameters are ignored, as on every route."""
+    if not query:
+        return "index"
+    try:
+        given = parse_qs(query.decode("latin-1"), keep_blank_values=True, max_num_fields=100)
+        found = given.get("gpu_names", ["index"])[-1]
+        return one_of(get_args(GPUNaming), found, "gpu_names")
+    except ValueError as error:
+        raise invalid(str(error)) from None
+
+
 def invalid(*reasons: str) -> Refusal:
     return Refusal(422, "invalid", f"this request is invalid: {'; '.join(reasons)}", reasons)
 
 
 def _sentence(problem: Any) -> str:
     # The field and the position in a list, without pydantic's names for the types that it tried.
-    where = ".".join(str(part) for depth, part in enumerate(problem["loc"]) if depth == 0 or isinstance(part, int))
+    loc = problem["loc"]
+    is_nested = loc[:1] == ("holder",)
+    where = ".".join(str(part) for depth, part in enumerate(loc) if depth == 0 or is_nested or isinstance(part, int))
     said = str(problem["msg"])
     if problem["type"] == "extra_forbidden":
         said = "there is no such field"
@@ -177,6 +246,7 @@ class LeaseFacts(BaseModel):
     label: str | None = Field(examples=["nightly run"])
     memory_mb: float | None = Field(examples=[None])
     share: bool = Field(examples=[False])
+    within: str | None = Field(description="The lease of which it is a part.", examples=[None])
 
 
 class LeaseSchema(LeaseFacts):
@@ -184,7 +254,14 @@ class LeaseSchema(LeaseFacts):
 
     env: dict[str, str] = Field(
         description="For the environment of the program that will use the GPUs.",
-        examples=[{"CUDA_VISIBLE_DEVICES": "GPU-6ec5c1a2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}],
+        examples=[
+            {
+                "CUDA_VISIBLE_DEVICES": "0",
+                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+                "NVIDIA_VISIBLE_DEVICES": "GPU-6ec5c1a2",
+                "GPU_POOL_LEASE_ID": "lease-12",
+            }
+        ],
     )
 
 
@@ -211,6 +288,7 @@ class LeaseRowSchema(LeaseFacts):
     )
     is_idle: bool = Field(description="Whether that is longer than `GPU_POOL_IDLE_AFTER`.", examples=[False])
     user: str | None = Field(description="The user, where the program acquired it without a server.", examples=[None])
+    holder: Holder | None = Field(description="Who holds it; null where that is unknown.")
 
 
 class Leases(BaseModel):
@@ -224,7 +302,7 @@ class ReleasedSchema(BaseModel):
 
 class WaitingFacts(BaseModel):
     request_id: str = Field(examples=["train-7"])
-    position: int = Field(ge=1, description="1 is next.", examples=[1])
+    position: int = Field(ge=1, description="1 is next; inside a lease, among those inside it.", examples=[1])
     waiting_seconds: float = Field(ge=0, examples=[20.0])
     reasons: list[str] = Field(description="Why it waits.", examples=[["one GPU: next in line; of 1 GPU: 1 held"]])
 
@@ -240,6 +318,8 @@ class QueueRow(WaitingFacts):
     label: str | None
     priority: int = Field(examples=[0])
     count: int = Field(examples=[1])
+    holder: Holder | None = Field(description="Who waits; null where that is unknown.")
+    within: str | None = Field(description="The lease inside which it waits for a part.", examples=[None])
 
 
 class Queue(BaseModel):
@@ -248,7 +328,7 @@ class Queue(BaseModel):
 
 class ObstacleSchema(BaseModel):
     kind: str = Field(examples=["held"])
-    text: str = Field(examples=["held by trainer for 612 s"])
+    text: str = Field(examples=["held by ada's train.py (pid 4242) for 612 s"])
     actual: float | None = Field(description="The measured number, where there is one.")
     limit: float | None = Field(description="The limit that it is compared with.")
 

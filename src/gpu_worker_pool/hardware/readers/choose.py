@@ -10,11 +10,18 @@ from gpu_worker_pool.environment import refused
 from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.readers.nvidia_smi import NvidiaSMIReader
 from gpu_worker_pool.hardware.readers.nvml import NVMLReader
-from gpu_worker_pool.hardware.readers.simulated import SimulatedHolder, SimulatedHost, SimulatedReader
+from gpu_worker_pool.hardware.readers.simulated import (
+    OUTSIDERS_VARIABLE,
+    SimulatedHolder,
+    SimulatedHost,
+    SimulatedReader,
+    with_outsiders,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from gpu_worker_pool.environment import Environment
     from gpu_worker_pool.hardware.readers import Reader
     from gpu_worker_pool.hardware.samples import DriverAnswer
 
@@ -62,6 +69,21 @@ def check_backend(text: str, name: str = "backend") -> str:
             raise refused(name, f"{', '.join(_REAL)} or simulated:N", text)
         SimulatedHost.parse(backend, name)
     return backend
+
+
+def read_outsiders(backend: str, environment: Environment) -> str | None:
+    """The variable, if it is set and fits this backend; real GPUs have real outsiders."""
+
+    def parse(text: str, name: str) -> str:
+        with_outsiders(backend, text, name)
+        return text
+
+    return None if backend in _REAL else environment.get(OUTSIDERS_VARIABLE, None, parse)
+
+
+def complete_backend(backend: str, outsiders: str | None) -> str:
+    """The backend with the simulated outsiders that `read_outsiders` found."""
+    return backend if outsiders is None or backend in _REAL else with_outsiders(backend, outsiders)
 
 
 def hardware_name(backend: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.errors import DriverError
+from gpu_worker_pool.hardware.host_memory import read_host_memory
 from gpu_worker_pool.hardware.processes import describe_process
 from gpu_worker_pool.hardware.readers import nvidia_smi_text as text
 from gpu_worker_pool.hardware.readers.tool import Tool, find_tool
@@ -49,6 +50,8 @@ class NvidiaSMIReader:
         #: Fields that this version of the driver does not know.
         self._unknown_fields: set[str] = set()
         self._driver_version: str | None = None
+        #: UUIDs of GPUs that have reported memory of their own.
+        self._reported_memory: set[str] = set()
 
     def read(self) -> DriverAnswer:
         deadline = time.monotonic() + self._timeout_seconds
@@ -65,7 +68,7 @@ class NvidiaSMIReader:
             if self._driver_version is not None:
                 self._unknown_fields.clear()
             self._driver_version = parsed.driver_version
-        gpus = self._with_processes(gpus, deadline)
+        gpus = [self._with_memory(gpu) for gpu in self._with_processes(gpus, deadline)]
         if any(gpu.mig_enabled and not gpu.mig_devices for gpu in gpus):
             gpus = self._with_mig_devices(gpus, deadline)
         self._seen = {gpu.pci_bus_id or gpu.index: gpu for gpu in gpus}
@@ -134,6 +137,20 @@ class NvidiaSMIReader:
         fault = gpu.fault or (None if known.uuid is None else "its UUID cannot be read")
         return replace(gpu, uuid=known.uuid, pci_bus_id=known.pci_bus_id, fault=fault)
 
+    def _with_memory(self, gpu: GPUReading) -> GPUReading:
+        """Host memory stands in for unified memory; a GPU that reported memory before has its own, and a fault."""
+        if not gpu.unified_memory:
+            if gpu.uuid is not None and gpu.memory_total_mb is not None:
+                self._reported_memory.add(gpu.uuid)
+            return gpu
+        if gpu.fault is not None or gpu.uuid in self._reported_memory:
+            fault = gpu.fault or "it no longer reports its memory: see `dmesg`"
+            return replace(gpu, unified_memory=False, reports_utilization=True, fault=fault)
+        memory = read_host_memory()
+        return replace(
+            gpu, memory_total_mb=memory.total_mb, memory_used_mb=memory.used_mb, memory_free_mb=memory.free_mb
+        )
+
     def _seen_as(self, index: int | None, bus_id: str | None) -> GPUReading | None:
         if bus_id is not None:
             return self._seen.get(bus_id)
@@ -152,6 +169,8 @@ class NvidiaSMIReader:
         described = []
         for gpu in gpus:
             processes = found.get(gpu.uuid, others) if gpu.uuid is not None else None
+            if gpu.uuid in found and processes is None:  # it lists them without their pids
+                gpu = replace(gpu, reports_processes=False)
             if processes is not None and not (gpu.fault and not processes):
                 readings = (
                     describe_process(process.pid, name=process.name, memory_used_mb=process.memory_used_mb)

@@ -40,6 +40,7 @@ _PLACEHOLDER: Final = re.compile(
     r"\[.*\]|n/?a|err!|none|not supported|not found|unknown error|insufficient permissions|", re.IGNORECASE
 )
 _LOSS: Final = re.compile(r"gpu is lost|requires (?:a )?reset|fallen off the bus", re.IGNORECASE)
+_NOT_SUPPORTED: Final = re.compile(r"\[?(?:n/a|not supported)\]?", re.IGNORECASE)
 _ERROR: Final = re.compile(r"err!|unknown error", re.IGNORECASE)
 
 _BUS_ID: Final = re.compile(r"\b(?:GPU)?([0-9A-F]{1,8}):([0-9A-F]{2}):([0-9A-F]{2})\.([0-9A-F])\b", re.IGNORECASE)
@@ -127,6 +128,11 @@ def _gpu(index: int, cells: dict[str, str]) -> GPUReading:
         return _memory_mb(cells.get(field, ""))
 
     mig_enabled = cells.get("mig.mode.current", "").lower() == "enabled"
+    # Then the driver has no memory to report; the reader knows whether the GPU has reported some before.
+    is_unified = not mig_enabled and all(
+        _NOT_SUPPORTED.fullmatch(cells[field]) for field in ("memory.total", "memory.used")
+    )
+    is_without_utilization = is_unified and _NOT_SUPPORTED.fullmatch(cells.get("utilization.gpu", "")) is not None
     recovery_action = _text(cells.get("gpu_recovery_action", ""))
     return GPUReading(
         index=index,
@@ -137,7 +143,8 @@ def _gpu(index: int, cells: dict[str, str]) -> GPUReading:
         memory_used_mb=memory("memory.used"),
         memory_free_mb=memory("memory.free"),
         utilization_percent=None if mig_enabled else number("utilization.gpu", "%"),
-        reports_utilization=not mig_enabled,
+        reports_utilization=not mig_enabled and not is_without_utilization,
+        unified_memory=is_unified,
         temperature_c=number("temperature.gpu", "C"),
         power_draw_w=number("power.draw", "W"),
         power_limit_w=number("power.limit", "W"),

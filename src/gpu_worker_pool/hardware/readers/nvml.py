@@ -41,6 +41,8 @@ class NVMLReader:
         self._known: dict[int, DeviceFacts] = {}
         #: By index, its last good reading.
         self._answered: dict[int, GPUReading] = {}
+        #: UUIDs of GPUs that have reported memory of their own, so that they are not mistaken for unified memory.
+        self._reported_memory: set[str] = set()
 
     def read(self) -> DriverAnswer:
         with self._library as nvml:
@@ -70,8 +72,12 @@ class NVMLReader:
             try:
                 handle: Any = nvml.module.nvmlDeviceGetHandleByIndex(index)
                 facts = self._known[index] = read_facts(nvml, handle, known)
-                gpu = self._answered[index] = read_gpu(nvml, handle, index, facts)
+                has_reported = facts.uuid in self._reported_memory
+                gpu = read_gpu(nvml, handle, index, facts, has_reported_memory=has_reported)
+                self._answered[index] = gpu
                 gpus.append(gpu)
+                if gpu.uuid is not None and gpu.memory_total_mb is not None and not gpu.unified_memory:
+                    self._reported_memory.add(gpu.uuid)
             except (nvml.error, UnicodeDecodeError) as error:
                 value = getattr(error, "value", None)
                 if value in LIBRARY_FAILED:

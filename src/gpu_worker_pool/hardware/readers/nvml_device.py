@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from gpu_worker_pool.hardware.host_memory import read_host_memory
 from gpu_worker_pool.hardware.processes import describe_process
 from gpu_worker_pool.hardware.readers.nvml_library import FUNCTION_NOT_FOUND, NOT_SUPPORTED, LoadedNVML
 from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, GPUReading, MIGReading
@@ -50,14 +51,29 @@ def read_facts(nvml: LoadedNVML, handle: Any, known: DeviceFacts | None) -> Devi
     return DeviceFacts(ask(module.nvmlDeviceGetName, handle) or UNKNOWN_NAME, uuid, pci and pci.busId)
 
 
-def read_gpu(nvml: LoadedNVML, handle: Any, index: int, facts: DeviceFacts) -> GPUReading:
+def read_gpu(
+    nvml: LoadedNVML, handle: Any, index: int, facts: DeviceFacts, *, has_reported_memory: bool = False
+) -> GPUReading:
+    """`has_reported_memory`: it did before, so that it has memory of its own."""
     module, ask = nvml.module, nvml.ask
-    total_mb, used_mb, free_mb, fault = _read_memory(nvml, handle)
+    memory = _read_memory(nvml, handle)
     # Its MIG mode is decisive: if that is unknown, its devices would seem to be gone.
-    mig_mode, mig_fault = nvml.ask_decisive("MIG mode", module.nvmlDeviceGetMigMode, handle)
+    mig_mode, mig_fault, *_ = nvml.ask_decisive("MIG mode", module.nvmlDeviceGetMigMode, handle)
     is_mig_enabled = mig_mode is not None and mig_mode[0] == 1
+    is_unified = memory.is_unsupported and not has_reported_memory and not is_mig_enabled
+    if is_unified:
+        memory = _Memory(*read_host_memory())
+    fault = memory.fault
+    if memory.is_unsupported and has_reported_memory:
+        fault = "it no longer reports its memory: see `dmesg`"
     # With MIG there is no utilization of the whole GPU.
-    utilization = None if is_mig_enabled else ask(module.nvmlDeviceGetUtilizationRates, handle)
+    utilization, reports_utilization = None, False
+    if not is_mig_enabled:
+        utilization, _, is_unsupported, _ = nvml.ask_decisive(
+            "utilization", module.nvmlDeviceGetUtilizationRates, handle
+        )
+        reports_utilization = not (is_unified and is_unsupported)
+    processes, reports_processes = _read_processes(nvml, handle)
     power_draw_mw = ask(module.nvmlDeviceGetPowerUsage, handle)
     power_limit_mw = ask(module.nvmlDeviceGetEnforcedPowerLimit, handle)
     recovery_action = _read_recovery_action(nvml, handle)
@@ -69,11 +85,11 @@ def read_gpu(nvml: LoadedNVML, handle: Any, index: int, facts: DeviceFacts) -> G
         facts.name,
         facts.uuid,
         facts.pci_bus_id,
-        memory_total_mb=total_mb,
-        memory_used_mb=used_mb,
-        memory_free_mb=free_mb,
+        memory_total_mb=memory.total_mb,
+        memory_used_mb=memory.used_mb,
+        memory_free_mb=memory.free_mb,
         utilization_percent=None if utilization is None else utilization.gpu,
-        reports_utilization=not is_mig_enabled,
+        reports_utilization=reports_utilization,
         temperature_c=ask(module.nvmlDeviceGetTemperature, handle, module.NVML_TEMPERATURE_GPU),
         power_draw_w=None if power_draw_mw is None else power_draw_mw / 1000,
         power_limit_w=None if power_limit_mw is None else power_limit_mw / 1000,
@@ -85,7 +101,10 @@ def read_gpu(nvml: LoadedNVML, handle: Any, index: int, facts: DeviceFacts) -> G
         ),
         recovery_action=recovery_action,
         fault=fault,
-        processes=_read_processes(nvml, handle),
+        processes=processes,
+        graphics=_read_graphics(nvml, handle, processes),
+        reports_processes=reports_processes,
+        unified_memory=is_unified,
         mig_devices=_read_mig_devices(nvml, handle) if is_mig_enabled else (),
         mig_enabled=is_mig_enabled,
     )
@@ -99,7 +118,8 @@ def _read_mig_devices(nvml: LoadedNVML, handle: Any) -> tuple[MIGReading, ...]:
         uuid: str | None = device and ask(module.nvmlDeviceGetUUID, device)
         if uuid is None:  # an empty slot, or a device without a name
             continue
-        total_mb, used_mb, free_mb, fault = _read_memory(nvml, device)
+        memory = _read_memory(nvml, device)
+        processes, _ = _read_processes(nvml, device)
         # Not cached: a recreated device may have the same UUID and another profile.
         name: str | None = ask(module.nvmlDeviceGetName, device)
         devices.append(
@@ -108,29 +128,55 @@ def _read_mig_devices(nvml: LoadedNVML, handle: Any) -> tuple[MIGReading, ...]:
                 "unknown profile" if name is None else name.rpartition("MIG ")[2],
                 ask(module.nvmlDeviceGetGpuInstanceId, device),
                 ask(module.nvmlDeviceGetComputeInstanceId, device),
-                memory_total_mb=total_mb,
-                memory_used_mb=used_mb,
-                memory_free_mb=free_mb,
-                processes=_read_processes(nvml, device),
-                fault=fault,
+                memory_total_mb=memory.total_mb,
+                memory_used_mb=memory.used_mb,
+                memory_free_mb=memory.free_mb,
+                processes=processes,
+                graphics=_read_graphics(nvml, device, processes),
+                fault=memory.fault,
             )
         )
     return tuple(devices)
 
 
-def _read_memory(nvml: LoadedNVML, handle: Any) -> tuple[int | None, int | None, int | None, str | None]:
-    """Total, used and free MiB, and a fault if they should be known but are not."""
-    memory, fault = nvml.ask_decisive("memory", nvml.memory, handle)
+class _Memory(NamedTuple):
+    total_mb: int | None = None
+    used_mb: int | None = None
+    free_mb: int | None = None
+    #: If they should be known but are not.
+    fault: str | None = None
+    #: The driver says that the device has no memory that it could report.
+    is_unsupported: bool = False
+
+
+def _read_memory(nvml: LoadedNVML, handle: Any) -> _Memory:
+    memory, fault, is_unsupported, _ = nvml.ask_decisive("memory", nvml.memory, handle)
     if memory is None:
-        return None, None, None, fault
+        return _Memory(fault=fault, is_unsupported=is_unsupported)
     total: int = memory.total
     if total == 0:
-        return None, None, None, "it reports a memory of 0 bytes: see `dmesg`"
-    return total >> 20, memory.used >> 20, memory.free >> 20, None
+        return _Memory(fault="it reports a memory of 0 bytes: see `dmesg`")
+    return _Memory(total >> 20, memory.used >> 20, memory.free >> 20)
 
 
-def _read_processes(nvml: LoadedNVML, handle: Any) -> tuple[ProcessReading, ...] | None:
-    found = nvml.ask(nvml.processes, handle)
+def _read_processes(nvml: LoadedNVML, handle: Any) -> tuple[tuple[ProcessReading, ...] | None, bool]:
+    """The processes that compute, and whether the driver can list them at all."""
+    answer = nvml.ask_decisive("processes", nvml.processes, handle)
+    return _described(answer.value), not answer.is_unavailable
+
+
+def _read_graphics(
+    nvml: LoadedNVML, handle: Any, computing: tuple[ProcessReading, ...] | None
+) -> tuple[ProcessReading, ...] | None:
+    """The processes that only draw: one that is in both lists computes."""
+    found = _described(nvml.ask(nvml.graphics, handle))
+    if not found or not computing:
+        return found
+    pids = {process.pid for process in computing}
+    return tuple(process for process in found if process.pid not in pids)
+
+
+def _described(found: Any) -> tuple[ProcessReading, ...] | None:
     if not found:
         return None if found is None else ()
     return tuple(

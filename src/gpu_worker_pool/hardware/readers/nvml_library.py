@@ -5,7 +5,7 @@ from __future__ import annotations
 import _ctypes
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from gpu_worker_pool.errors import DriverError
 
@@ -62,10 +62,22 @@ def driver_error(error: Any) -> DriverError:
     return DriverError(message, code=code)
 
 
+class DecisiveAnswer(NamedTuple):
+    """A value that decides about a GPU, or why there is none."""
+
+    value: Any = None
+    #: Why the GPU must not be used: the value should be known and is not.
+    fault: str | None = None
+    #: The driver says that this GPU has no such value.
+    is_unsupported: bool = False
+    #: The same, or that this user or driver version cannot have it.
+    is_unavailable: bool = False
+
+
 class LoadedNVML:
     """The initialized library, with the best version of each call it has."""
 
-    __slots__ = ("driver_version", "error", "memory", "module", "processes")
+    __slots__ = ("driver_version", "error", "graphics", "memory", "module", "processes")
 
     def __init__(self, module: Any) -> None:
         #: pynvml has no types, so results get theirs where they are read.
@@ -79,6 +91,9 @@ class LoadedNVML:
         self.processes: Callable[[Any], Any] = module.nvmlDeviceGetComputeRunningProcesses_v2
         if has("nvmlDeviceGetComputeRunningProcesses_v3"):
             self.processes = module.nvmlDeviceGetComputeRunningProcesses_v3
+        self.graphics: Callable[[Any], Any] = module.nvmlDeviceGetGraphicsRunningProcesses_v2
+        if has("nvmlDeviceGetGraphicsRunningProcesses_v3"):
+            self.graphics = module.nvmlDeviceGetGraphicsRunningProcesses_v3
         self.driver_version: str | None = self.ask(module.nvmlSystemGetDriverVersion)
 
     def ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -92,14 +107,20 @@ class LoadedNVML:
             pass
         return None
 
-    def ask_decisive(self, name: str, call: Callable[..., Any], handle: Any) -> tuple[Any, str | None]:
-        """The answer, and why the GPU must not be used if there is none although it should be known."""
+    def ask_decisive(self, name: str, call: Callable[..., Any], handle: Any) -> DecisiveAnswer:
         try:
-            return call(handle), None
+            return DecisiveAnswer(call(handle))
         except self.error as error:
             if error.value in _MORE_THAN_ONE_VALUE:
                 raise
-            return None, None if error.value in _UNAVAILABLE else f"its {name} cannot be read ({error}): see `dmesg`"
+            is_fault = error.value not in _UNAVAILABLE
+            return DecisiveAnswer(
+                fault=f"its {name} cannot be read ({error}): see `dmesg`" if is_fault else None,
+                is_unsupported=error.value == NOT_SUPPORTED,
+                is_unavailable=not is_fault,
+            )
+        except UnicodeDecodeError:
+            return DecisiveAnswer()
 
 
 class NVMLLibrary:

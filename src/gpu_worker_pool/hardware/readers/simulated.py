@@ -1,9 +1,10 @@
-"""Simulates GPUs without hardware: idle unless they are held, or a script of outside programs is enabled."""
+"""Simulates GPUs without hardware: idle unless they are held, or outside programs are simulated on them."""
 
 from __future__ import annotations
 
 import random
 import re
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
@@ -23,35 +24,64 @@ LOADING_SECONDS: Final = 0.2
 DEFAULT_LOAD_MB: Final = 18_000.0
 #: How long one step of the script lasts.
 SCRIPT_SECONDS: Final = 5.0
+#: Outsiders that sit idle with memory loaded, such as a notebook that was left open.
+OUTSIDERS_VARIABLE: Final = "GPU_SIMULATED_OUTSIDERS"
+MOST_OUTSIDERS: Final = 64
+_SIZES_MB: Final = {"mb": 1.0, "mib": 1.0, "gb": 1000.0, "g": 1024.0, "gib": 1024.0}
+_OUTSIDER: Final = re.compile(r"(\d{1,5}):(\d{1,6}(?:\.\d{1,3})?)([A-Za-z]{1,3})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHost:
-    """The parsed form of `simulated[:N][,seed=S][,linger=SECONDS]`."""
+    """The parsed form of `simulated[:N][,seed=S][,linger=SECONDS]`, and of `with_outsiders`."""
 
     count: int = DEFAULT_COUNT
     #: The seed of the script of outside programs; None for no such programs.
     seed: int | None = None
     #: How long memory stays in use after its holder has ended.
     linger_seconds: float = 0.0
+    #: Idle outsiders: index of the GPU, and MB.
+    outsiders: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def parse(cls, text: str, name: str = "backend") -> Self:
         match = re.fullmatch(
-            r"simulated(?::(?P<count>\d{1,5}))?(?:,seed=(?P<seed>\d{1,9}))?(?:,linger=(?P<linger>\d{1,4}(?:\.\d+)?))?",
+            r"simulated(?::(?P<count>\d{1,5}))?(?:,seed=(?P<seed>\d{1,9}))?(?:,linger=(?P<linger>\d{1,4}(?:\.\d+)?))?"
+            r"(?:,outsiders=(?P<outsiders>[0-9:.+]+))?",
             text,
         )
         count = int(match["count"] or DEFAULT_COUNT) if match else 0
         if match is None or count > MOST:
             raise refused(name, f"simulated:N with N up to {MOST}, optionally with ,seed=7 and ,linger=2.5", text)
         seed = None if match["seed"] is None else int(match["seed"])
-        return cls(count, seed, float(match["linger"] or 0.0))
+        pairs = [pair.split(":") for pair in (match["outsiders"] or "").split("+") if pair]
+        outsiders = tuple((int(index), float(memory_mb)) for index, memory_mb in pairs)
+        return cls(count, seed, float(match["linger"] or 0.0), outsiders)
 
     @property
     def name(self) -> str:
         """Processes that simulate the same host share its samples."""
         seed = "" if self.seed is None else f"-seed{self.seed}"
-        return f"simulated-{self.count}{seed}" + (f"-linger{self.linger_seconds:g}" if self.linger_seconds else "")
+        linger = f"-linger{self.linger_seconds:g}" if self.linger_seconds else ""
+        outsiders = f"-outsiders{zlib.crc32(repr(self.outsiders).encode()):08x}" if self.outsiders else ""
+        return f"simulated-{self.count}{seed}{linger}{outsiders}"
+
+
+def with_outsiders(backend: str, text: str, name: str = OUTSIDERS_VARIABLE) -> str:
+    """A simulated backend with idle outsiders such as `0:15GiB,2:4GiB`; `ValueError` if they do not fit it."""
+    count = SimulatedHost.parse(backend).count
+    expected = (
+        f"GPU:SIZE, such as 0:15GiB,2:4GiB, each GPU once, below {count}, and each size up to {MEMORY_TOTAL_MB} MiB"
+    )
+    found: dict[int, float] = {}
+    for word in re.split(r"[\s,]+", text.strip(" ,")):
+        match = _OUTSIDER.fullmatch(word)
+        unit = _SIZES_MB.get(match[3].lower()) if match else None
+        index, memory_mb = (int(match[1]), float(match[2]) * unit) if match and unit else (count, 0.0)
+        if not (index < count and 0 < memory_mb <= MEMORY_TOTAL_MB) or index in found or len(found) == MOST_OUTSIDERS:
+            raise refused(name, expected, text)
+        found[index] = memory_mb
+    return f"{backend},outsiders=" + "+".join(f"{index}:{memory_mb:g}" for index, memory_mb in sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +133,8 @@ class SimulatedReader:
         pass
 
     def _gpu(self, index: int, holders: Iterable[SimulatedHolder], now: float) -> GPUReading:
-        processes = self._outsiders(index, now)
+        processes = self._scripted(index, now)
+        idle = self._idle_outsiders(index)
         lingering_mb = 0.0
         for holder in holders:
             memory_mb = DEFAULT_LOAD_MB if holder.memory_mb is None else holder.memory_mb
@@ -113,7 +144,7 @@ class SimulatedReader:
                 processes.append(ProcessReading(holder.pid, name=holder.name, memory_used_mb=memory_mb))
             elif now < holder.until + self._host.linger_seconds:
                 lingering_mb += memory_mb
-        used = lingering_mb + sum(process.memory_used_mb or 0.0 for process in processes)
+        used = lingering_mb + sum(process.memory_used_mb or 0.0 for process in (*idle, *processes))
         used_mb = round(min(used, MEMORY_TOTAL_MB))
         return GPUReading(
             index=index,
@@ -127,10 +158,19 @@ class SimulatedReader:
             temperature_c=71 if processes else 34,
             power_draw_w=285.5 if processes else 21.0,
             power_limit_w=320.0,
-            processes=tuple(processes),
+            processes=(*idle, *processes),
+            graphics=(),
         )
 
-    def _outsiders(self, index: int, now: float) -> list[ProcessReading]:
+    def _idle_outsiders(self, index: int) -> list[ProcessReading]:
+        return [
+            # Since the host booted: an identity that is the same in every process.
+            ProcessReading(50_000 + index, 0.0, name="notebook", user="outsider", memory_used_mb=memory_mb)
+            for gpu, memory_mb in self._host.outsiders
+            if gpu == index
+        ]
+
+    def _scripted(self, index: int, now: float) -> list[ProcessReading]:
         """The script: outside programs, determined by the seed and the time."""
         if self._host.seed is None:
             return []

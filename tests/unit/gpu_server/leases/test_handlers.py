@@ -57,6 +57,9 @@ class FakeBroker:
     def token_for(self, _request_id: str) -> str:
         return "t" * 40
 
+    def index_of(self, _gpu_id: str) -> int | None:
+        return 0
+
 
 class Call:
     """One connection that asks for a GPU."""

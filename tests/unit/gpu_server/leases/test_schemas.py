@@ -12,9 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gpu_worker_pool.core.events import Origin
 from gpu_worker_pool.core.requirements import ANY_GPU, Requirements
 from gpu_worker_pool.gpu_server.leases.schemas import LeaseRequest, RequirementsBody, parse_body
 from gpu_worker_pool.gpu_server.responses import Refusal
+from gpu_worker_pool.hardware.origin import bounded
 
 
 def requirements_of(**body: Any) -> Requirements:
@@ -205,3 +207,58 @@ def test_any_json_is_refused_or_usable(body: dict[str, Any]) -> None:
         assert 2 <= asked.ttl_seconds <= 3600
         assert 0 <= asked.wait_seconds <= 30
         assert math.isfinite(requirements.needed_memory_mb)
+
+
+# --- who requests it ---
+
+
+def test_what_a_client_says_of_itself() -> None:
+    said = {"user": "ada", "host": "lap-7", "pid": 4242, "program": "train 2.py"}
+    body, requirements = parse_body(LeaseRequest, json.dumps({"holder": said}).encode())
+    assert requirements is ANY_GPU
+    assert body.holder is not None
+    assert body.holder.origin() == Origin("ada", "lap-7", 4242, "train 2.py", is_verified=False)
+    for holder in ({}, {"pid": 7.0}, {"user": None, "program": "jürgen.py"}, None):
+        parse_body(LeaseRequest, json.dumps({"holder": holder}).encode())
+
+
+@pytest.mark.parametrize(
+    ("holder", "where"),
+    [
+        ({"user": "a\x1b[31m"}, "holder.user"),
+        ({"user": "a\nb"}, "holder.user"),
+        ({"program": "\x9b31m"}, "holder.program"),
+        ({"program": "a\u202eb"}, "holder.program"),
+        ({"program": "a\u2028b"}, "holder.program"),
+        ({"host": "x" * 65}, "holder.host"),
+        ({"host": ""}, "holder.host"),
+        ({"user": " "}, "holder.user"),
+        ({"user": 7}, "holder.user"),
+        ({"user": ["ada"]}, "holder.user"),
+        ({"pid": 0}, "holder.pid"),
+        ({"pid": -1}, "holder.pid"),
+        ({"pid": 2**31}, "holder.pid"),
+        ({"pid": "4242"}, "holder.pid"),
+        ({"pid": True}, "holder.pid"),
+        ({"verified": True}, "holder.verified"),
+        ("ada", "holder"),
+        ([], "holder"),
+    ],
+)
+def test_a_holder_that_cannot_be_shown_is_refused(holder: object, where: str) -> None:
+    (reason,) = reasons({"holder": holder})
+    assert reason.partition(": ")[0] == where
+
+
+@given(st.text())
+def test_every_name_that_a_client_sends_is_accepted(name: str) -> None:
+    """A program may have any file name; it must not be refused a GPU for it."""
+    program = bounded(name)
+    parse_body(LeaseRequest, json.dumps({"holder": {"program": program}}).encode())
+
+
+def test_the_schema_of_a_holder_needs_no_other_document() -> None:
+    schema = LeaseRequest.model_json_schema()
+    assert "$ref" not in json.dumps(schema)
+    holder = schema["properties"]["holder"]["anyOf"][0]
+    assert holder["properties"].keys() == {"user", "host", "pid", "program"}

@@ -1,10 +1,15 @@
 // The events since the page was opened, newest first.
 
 import { byId, make, phrase, setHidden } from "./dom.js";
+import { FoldedList } from "./folded_list.js";
 import { now } from "./pool_state.js";
 import { count, duration, gpuNames, nameOf, timeOfDay } from "./words.js";
 
 const MOST_EVENTS = 100;
+/** Unless all are asked for. */
+const MOST_SHOWN = 6;
+const fold = new FoldedList(showFirst);
+byId("events").after(fold.button);
 
 /** `kind` is the colour of `word`; `words` is a text or a phrase. */
 export function addEvent(kind, word, words, host = null) {
@@ -17,6 +22,13 @@ export function addEvent(kind, word, words, host = null) {
   list.prepend(entry);
   while (list.childElementCount > MOST_EVENTS) list.lastElementChild.remove();
   setHidden(byId("events-empty"), true);
+  showFirst();
+}
+
+function showFirst() {
+  const events = [...byId("events").children];
+  const shown = fold.shown(events.length, MOST_SHOWN);
+  events.forEach((event, i) => setHidden(event, i >= shown));
 }
 
 /** `host` is only named where there are several. */

@@ -3,8 +3,8 @@
 import { make, setAttribute, setHidden, setText, showEach } from "./dom.js";
 import { GPUChart } from "./gpu_chart.js";
 import { HolderLine } from "./holder_line.js";
-import { devicesOf, now } from "./pool_state.js";
-import { count, degrees, gibibytes, percent, watts } from "./words.js";
+import { devicesOf, now, outermost } from "./pool_state.js";
+import { count, degrees, gibibytes, percent, unbroken, watts } from "./words.js";
 
 /** With many GPUs, texts change less often than bars: changing a text costs more than moving a bar. */
 const CROWDED_MILLISECONDS = 1800;
@@ -25,6 +25,7 @@ export class GPUCard {
     this.compute = new Bar("Compute", "compute");
     this.chart = new GPUChart();
     this.facts = make("p", "facts");
+    this.split = make("p", "split");
     this.why = make("p", "why");
     this.holderList = make("ul", "holders");
     this.together = make("p", "together");
@@ -33,7 +34,7 @@ export class GPUCard {
     this.element = make(
       "li", "gpu",
       make("div", "head", title, this.model, state),
-      this.memory.element, this.compute.element, this.chart.element, this.facts,
+      this.memory.element, this.compute.element, this.chart.element, this.facts, this.split,
       make("div", "who", this.why, this.holderList, this.together),
     );
   }
@@ -67,18 +68,22 @@ export class GPUCard {
     setAttribute(this.model, "title", row.name ?? "");
     setText(this.word, condition.word);
     const memory = row.memory ?? {};
-    const promised = promisedMegabytes(leases, row);
+    const outer = outermost(leases);
+    const promised = promisedMegabytes(outer, row);
     this.memory.write(memory.usage_percent, `${gibibytes(memory.used_mb)} / ${gibibytes(memory.total_mb)} GiB`);
     this.memory.mark(promised !== null && memory.total_mb ? (100 * promised) / memory.total_mb : null);
     this.compute.write(row.utilization_percent, percent(row.utilization_percent));
     setText(this.facts, facts(row, isCrowded));
+    const devices = row.mig_devices?.length ?? 0;
+    setText(this.split, count(devices, "MIG device", "MIG devices"));
+    setHidden(this.split, devices === 0);
     const why = condition.kind === "free" ? "Not leased." : condition.why;
-    setText(this.why, why);
+    setText(this.why, typeof why === "string" ? unbroken(why) : why);
     setHidden(this.why, why === "");
     showEach(this.holderList, this.#holders, leases, (lease) => lease.lease_id, () => new HolderLine(this.release));
-    for (const view of this.#holders.values()) view.updateFor(host, row, leases.length === 1);
-    setText(this.together, together(leases, promised));
-    setHidden(this.together, leases.length < 2);
+    for (const view of this.#holders.values()) view.updateFor(host, row, outer.length === 1);
+    setText(this.together, unbroken(together(outer, promised)));
+    setHidden(this.together, outer.length < 2);
   }
 }
 
@@ -142,12 +147,12 @@ function together(leases, promised) {
   return Number.isFinite(used) ? `Together they use ${gibibytes(used)} of ${gibibytes(promised)} GiB promised` : "";
 }
 
-/** `isShort`: without the power limit, which never changes. */
+/** `isShort`: only what fits into one line of a small card. */
 function facts(row, isShort) {
   const found = [degrees(row.temperature_c), watts(row.power?.draw_w, isShort ? null : row.power?.limit_w)];
-  if (row.mig_devices?.length) found.push(count(row.mig_devices.length, "MIG device", "MIG devices"));
-  found.push(row.processes ? count(row.processes.length, "process", "processes") : "processes not visible");
-  return found.join(" · ");
+  if (!isShort) found.push(row.processes ? count(row.processes.length, "process", "processes") : "processes not visible");
+  // A line ends only between two facts.
+  return found.map((fact) => fact.replaceAll(" ", "\u00a0")).join(" · ");
 }
 
 /** Without the vendor. */

@@ -2,7 +2,7 @@
 
 import { phrase } from "./dom.js";
 import { count, duration } from "./words.js";
-import { devicesOf, now } from "./pool_state.js";
+import { devicesOf, now, outermost } from "./pool_state.js";
 
 /** `{ host, gpus, error }`: the GPUs of a host as `{ gpu, leases, condition }`, or the error in its data. */
 export function seenOf(host) {
@@ -17,7 +17,7 @@ function conditionsOf(host) {
   const byGPU = host.leasesByGPU();
   return [...host.gpus.values()].map((gpu) => {
     const leases = byGPU.get(gpu.key) ?? [];
-    return { gpu, leases, condition: conditionOf(gpu, leases, host) };
+    return { gpu, leases, condition: conditionOf(gpu, outermost(leases), host) };
   });
 }
 

@@ -2,7 +2,7 @@
 
 import { make, makeButton, setAttribute, setHidden, setText } from "./dom.js";
 import { devicesOf, secondsSince } from "./pool_state.js";
-import { duration, gibibytes, momentOf, nameOf } from "./words.js";
+import { duration, fullNameOf, gibibytes, momentOf, nameOf, unbroken } from "./words.js";
 
 export class HolderLine {
   #lease = null;
@@ -30,10 +30,11 @@ export class HolderLine {
     setAttribute(this.element, "data-lease", lease.lease_id);
     setText(this.name, nameOf(lease));
     setAttribute(this.facts, "title", `since ${momentOf(lease.since)}`);
-    setText(this.label, lease.label ?? "");
-    setHidden(this.label, !lease.label);
+    const label = [lease.label, lease.within ? `inside ${lease.within}` : ""].filter(Boolean).join(" · ");
+    setText(this.label, label);
+    setHidden(this.label, label === "");
     // With many GPUs, the text may be cut off.
-    setAttribute(this.who, "title", [nameOf(lease), lease.label].filter(Boolean).join(" · "));
+    setAttribute(this.who, "title", [fullNameOf(lease), lease.within ? `inside ${lease.within}` : ""].filter(Boolean).join(" · "));
     setText(this.button, lease.state === "quarantined" ? "End the quarantine…" : "Release…");
     const isIdle = lease.is_idle === true;
     setHidden(this.idle, !isIdle);
@@ -47,7 +48,7 @@ export class HolderLine {
     setHidden(this.device, devices.length === 0);
     const held = `for ${duration(secondsSince(lease.since))}`;
     const used = use(lease, (devices[0] ?? row).memory?.total_mb, isAlone);
-    setText(this.facts, used === "" ? held : `${held} · ${used}`);
+    setText(this.facts, unbroken(used === "" ? held : `${held} · ${used}`));
     setHidden(this.promised, used === "");
     const gpus = lease.gpus?.length ?? 1;
     setText(this.where, used !== "" && gpus > 1 ? ` on ${gpus} GPUs` : "");

@@ -36,12 +36,13 @@ export class HostSection {
       if (item.error !== null) throw item.error;
       this.#draw(item);
     } catch (error) {
+      setHidden(this.element, false);
       setText(this.problem, `This host sent data that cannot be shown: ${error.message}`);
       setHidden(this.problem, false);
     }
   }
 
-  #draw({ host, gpus, isAlone, isCrowded }) {
+  #draw({ host, gpus, shown, isAlone, isFiltered, isCrowded }) {
     this.head.classList.toggle("unseen", isAlone);
     setHidden(this.link, host.url === null);
     if (host.url !== null) setAttribute(this.link, "href", `${host.url}/dashboard`);
@@ -54,10 +55,12 @@ export class HostSection {
     const nothing = host.readAt === null ? "" : "This host shows no GPU.";
     setText(this.empty, nothing);
     setHidden(this.empty, gpus.length > 0 || nothing === "");
+    // A filter never hides the problem of a host.
+    setHidden(this.element, isFiltered && shown.length === 0 && problem === "");
     this.cards.classList.toggle("few", isAlone && gpus.length <= FEW_GPUS);
     this.cards.classList.toggle("many", isCrowded);
     this.element.classList.toggle("stale", host.isStale);
-    const items = gpus.map((seen) => ({ ...seen, host, isCrowded }));
+    const items = shown.map((seen) => ({ ...seen, host, isCrowded }));
     showEach(this.cards, this.#cards, items, (item) => item.gpu.key, () => new GPUCard(this.release));
   }
 }

@@ -5,6 +5,7 @@ import { Connection } from "./connection.js";
 import { Details } from "./details.js";
 import { byId, phrase, setText, showEach } from "./dom.js";
 import { addEvent, addLeaseEvent, addQueueEvent } from "./event_list.js";
+import { FilterBar } from "./filter_bar.js";
 import { seenOf } from "./gpu_condition.js";
 import { HostSection } from "./host_section.js";
 import { followOtherHosts } from "./other_hosts.js";
@@ -18,6 +19,8 @@ import { countAll, showTotals } from "./totals.js";
 const MOST_READINGS = 2400;
 /** More than this many are shown small. */
 const MANY_GPUS = 24;
+/** More than this many have the whole width, below the queue and the events, and a filter. */
+const FEW_GPUS = 8;
 const LIVING = new Set(["granted", "offered", "held", "quarantined", "idle"]);
 
 const own = new Host("this host", { isOwn: true });
@@ -27,6 +30,7 @@ const details = new Details(own, show);
 const sections = new Map();
 const release = makeRelease(say);
 const removal = makeRemoval(say);
+const bar = new FilterBar(show, say);
 
 // --- showing: at most once per frame, and at least once per second, as ages grow ---
 
@@ -49,12 +53,17 @@ function show() {
     const totals = countAll(seen);
     showTotals(totals);
     showTitle(totals);
+    const isSpacious = totals.gpus <= FEW_GPUS;
+    byId("columns").classList.toggle("beside", isSpacious);
     if (own.readAt !== null || !isAlone) {
       byId("hosts").querySelector(":scope > .empty")?.remove();
-      const items = seen.map((each) => ({ ...each, isAlone, isCrowded: totals.gpus > MANY_GPUS }));
+      const chosen = bar.filter.choose(seen);
+      const common = { isAlone, isFiltered: bar.filter.isActive, isCrowded: totals.gpus > MANY_GPUS };
+      const items = chosen.map((each) => ({ ...each, ...common }));
       showEach(byId("hosts"), sections, items, ({ host }) => host.key, () => new HostSection(release));
+      bar.show(chosen.reduce((sum, { shown }) => sum + shown.length, 0), totals.gpus, !isSpacious);
     }
-    showQueue(hosts, removal);
+    showQueue(hosts, removal, isSpacious, show);
   });
 }
 

@@ -133,6 +133,11 @@ export class Host {
   }
 }
 
+/** Of the leases on a GPU those that stand for the others, which are inside them. */
+export function outermost(leases) {
+  return leases.filter((lease) => !leases.some((other) => other.lease_id === lease.within));
+}
+
 /** The MIG devices of this GPU that a lease holds; empty for a lease of whole GPUs. */
 export function devicesOf(lease, row) {
   const held = new Set((lease.gpus ?? []).map((gpu) => gpu.uuid));

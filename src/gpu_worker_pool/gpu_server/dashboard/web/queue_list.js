@@ -1,26 +1,42 @@
 // The queue: who waits, for how long, and why, GPU by GPU.
 
 import { byId, make, makeButton, phrase, setAttribute, setHidden, setText, showEach } from "./dom.js";
+import { FoldedList } from "./folded_list.js";
 import { secondsSince } from "./pool_state.js";
-import { count, duration, nameOf } from "./words.js";
+import { count, duration, fullNameOf, nameOf, unbroken } from "./words.js";
 
 const views = new Map();
 
 /** At most this many are listed; the number above counts all. */
 const MOST_LISTED = 100;
+/** Unless all are asked for: beside the GPUs, and above them. */
+const MOST_BESIDE = 6;
+const MOST_ABOVE = 3;
+const MOST_REASONS = 8;
+/** As in layout.css. */
+const wide = matchMedia("(min-width: 62rem)");
+let fold = null;
 
-export function showQueue(hosts, removal) {
+/** `isSpacious`: there are few GPUs, so the queue is beside them if the window is wide. */
+export function showQueue(hosts, removal, isSpacious, show) {
+  if (fold === null) {
+    fold = new FoldedList(show);
+    byId("queue").after(fold.button);
+  }
   const isAlone = hosts.length === 1;
   const waiting = hosts.reduce((sum, host) => sum + host.waiting, 0);
-  const items = hosts.flatMap((host) => host.queue.map((row, i) => ({ row, host, isAlone, isFirst: i === 0 })));
+  const isBeside = isSpacious && wide.matches;
+  // There is room for the reasons of the next request.
+  const items = hosts.flatMap((host) => host.queue.map((row, i) => ({ row, host, isAlone, isOpen: isBeside && i === 0 })));
+  const shown = fold.shown(Math.min(items.length, MOST_LISTED), isBeside ? MOST_BESIDE : MOST_ABOVE);
   setText(byId("queue-count"), waiting > 0 ? String(waiting) : "");
   const isListed = items.length > 0 || waiting === 0;
   setText(byId("queue-empty"), isListed ? "No requests are waiting." : `${count(waiting, "request waits", "requests wait")}; loading the list…`);
   setHidden(byId("queue-empty"), items.length > 0);
   showEach(
-    byId("queue"), views, items.slice(0, MOST_LISTED),
+    byId("queue"), views, items.slice(0, shown),
     ({ row, host }) => `${host.key} ${row.request_id}`,
-    (item) => new WaiterLine(removal, item.isFirst),
+    (item) => new WaiterLine(removal, item.isOpen),
   );
 }
 
@@ -37,11 +53,9 @@ class WaiterLine {
     this.time = make("span", "time");
     this.summary = make("p", "summary");
     this.gpus = make("ul", "reasons");
-    // It scrolls, also by keyboard.
-    this.gpus.tabIndex = 0;
+    this.fold = new FoldedList(() => this.#showReasons());
     this.reasonsTitle = make("summary", "", "GPU by GPU");
-    this.details = make("details", "", this.reasonsTitle, this.gpus);
-    // The reasons of the next request are unfolded.
+    this.details = make("details", "", this.reasonsTitle, this.gpus, this.fold.button);
     this.details.open = isOpen;
     this.details.addEventListener("toggle", () => this.#showReasons());
     this.button = makeButton("Remove…", () => removal.ask(this.#row));
@@ -56,7 +70,8 @@ class WaiterLine {
   #showReasons() {
     if (!this.details.open) return;
     const reasons = (this.#row.reasons ?? []).slice(1).map((text, i) => ({ text, i }));
-    showEach(this.gpus, this.#reasons, reasons, (each) => each.i, () => new Reason());
+    const shown = this.fold.shown(reasons.length, MOST_REASONS);
+    showEach(this.gpus, this.#reasons, reasons.slice(0, shown), (each) => each.i, () => new Reason());
   }
 
   update({ row, host, isAlone }) {
@@ -65,11 +80,11 @@ class WaiterLine {
     setText(this.position, String(row.position ?? ""));
     setText(this.name, nameOf(row));
     setText(this.label, row.label ?? "");
-    setAttribute(this.who, "title", [nameOf(row), row.label, isAlone ? "" : host.name].filter(Boolean).join(" · "));
+    setAttribute(this.who, "title", [fullNameOf(row), isAlone ? "" : host.name].filter(Boolean).join(" · "));
     setText(this.where, isAlone ? "" : phrase`on ${host.name}`);
     setText(this.time, duration(secondsSince(row.since)));
     const summary = row.reasons?.[0];
-    setText(this.summary, summary ?? `wants ${count(row.count ?? 1, "GPU", "GPUs")}`);
+    setText(this.summary, summary ? unbroken(summary) : `wants ${count(row.count ?? 1, "GPU", "GPUs")}`);
     setHidden(this.details, !(row.reasons?.length > 1));
     this.#showReasons();
     setHidden(this.button, !(host.isOwn && this.removal.isPossible()));
@@ -89,7 +104,7 @@ class Reason {
   /** "GPU 3: held by ana for 12 s": what is before the colon is the GPU. */
   update({ text }) {
     const [, gpu, why] = /^(GPU [^:]+): (.*)$/s.exec(text) ?? [null, "", text];
-    setText(this.gpu, gpu);
-    setText(this.why, why);
+    setText(this.gpu, unbroken(gpu));
+    setText(this.why, unbroken(why));
   }
 }

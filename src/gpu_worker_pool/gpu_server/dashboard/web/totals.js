@@ -29,8 +29,9 @@ export function showTotals(numbers) {
   for (const [kind, name] of NUMBERS) {
     if (!shown.has(kind)) {
       const number = make("dd", "number");
-      const label = make("dt", "", make("span", "sign"), kind === "waiting" ? link(name, "#queue-title") : name);
-      if (kind === "outside") label.append(make("span", "wide", "without a lease"));
+      const text = make("span", "", name);
+      if (kind === "outside") text.append(make("span", "wide", " without a lease"));
+      const label = make("dt", "", make("span", "sign"), text);
       const tile = make("div", "total", number, label);
       setAttribute(tile, "data-kind", kind);
       shown.set(kind, { tile, number });
@@ -40,11 +41,4 @@ export function showTotals(numbers) {
     setText(number, String(numbers[kind]));
     tile.classList.toggle("none", numbers[kind] === 0);
   }
-}
-
-/** On a phone the queue is far below. */
-function link(text, target) {
-  const anchor = make("a", "", text);
-  anchor.href = target;
-  return anchor;
 }

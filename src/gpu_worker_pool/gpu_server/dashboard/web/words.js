@@ -2,6 +2,11 @@
 
 const UNKNOWN = "–";
 
+/** A line does not end between a number and its unit. */
+export function unbroken(text) {
+  return String(text).replace(/(\d) (?=(?:s|min|h|d|%|MiB|GiB|°C|W)(?![\w]))/g, "$1\u00a0").replace(/\bGPU (?=\d)/g, "GPU\u00a0");
+}
+
 export function gibibytes(megabytes) {
   if (megabytes === null || megabytes === undefined) return UNKNOWN;
   const amount = megabytes / 1024;
@@ -26,9 +31,13 @@ export function age(seconds) {
   return seconds < 2 ? "read just now" : `read ${duration(seconds)} ago`;
 }
 
-/** "7 s", "12 min", "2 h 5 min", "3 d 4 h": two parts at most. */
+/** "7 s", "12 min", "2 h 5 min", "3 d 4 h": two parts at most, in one line. */
 export function duration(seconds) {
   if (seconds === null || !Number.isFinite(seconds)) return UNKNOWN;
+  return partsOf(seconds).replaceAll(" ", "\u00a0");
+}
+
+function partsOf(seconds) {
   const whole = Math.max(0, Math.floor(seconds));
   if (whole < 60) return `${whole} s`;
   const minutes = Math.floor(whole / 60);
@@ -57,9 +66,19 @@ export function momentOf(milliseconds) {
   return dayAndClock.format(1000 * Math.round(milliseconds / 1000));
 }
 
-/** The name of a holder or waiter: its worker id, else its user, else its request. */
-export function nameOf(holder) {
-  return holder.worker_id || (holder.user ? `user ${holder.user}` : "") || (holder.request_id || holder.lease_id || "unknown").slice(0, 16);
+/** The name of a holder or waiter: its user, program and pid, else its worker id, else its user, else its request. */
+export function nameOf(row) {
+  const worker = row.worker_id || (row.user ? `user ${row.user}` : "") || (row.request_id || row.lease_id || "unknown").slice(0, 16);
+  const { holder } = row;
+  if (!holder) return worker;
+  const who = [holder.user, holder.program].filter(Boolean).join(" ") || worker;
+  const facts = [holder.pid ? `pid ${holder.pid}` : "", holder.verified ? "" : "unverified"].filter(Boolean).join(", ");
+  return facts === "" ? who : `${who} (${facts})`;
+}
+
+/** The same with its host and label, where there is room. */
+export function fullNameOf(row) {
+  return [nameOf(row), row.holder?.host ? `on ${row.holder.host}` : "", row.label].filter(Boolean).join(" · ");
 }
 
 /** "GPU 3" or "GPUs 1, 2 and 5". */
