@@ -6,11 +6,13 @@ import json
 import os
 import shlex
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gpu_worker_pool.cli.running.remote_script import SHORTEST_SILENCE_SECONDS
 from tests.cli.programs import GPU_POOL, Programs, Started, children_of, is_there, state_of
 from tests.cli.ssh_host import SSHHost, why_not
 from tests.server_process import ServerProcess
@@ -49,8 +51,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.fixture
 def programs(server: ServerProcess, host: SSHHost, tmp_path: Path) -> Iterator[Programs]:
     """On one GPU, with nothing left of earlier tests at either end."""
-    sockets = host.folder / "run"
-    sockets.mkdir(mode=0o700, exist_ok=True)
+    # A folder of its own, so that a test that fails leaves nothing to the next. Its path must be short.
+    sockets = Path(tempfile.mkdtemp(prefix="run-", dir=host.folder))
     variables = {"GPU_SERVICE_ENDPOINT": server.url, "GPU_POOL_SSH": host.program, "GPU_POOL_API_KEY": API_KEY}
     with Programs(tmp_path, **variables, XDG_RUNTIME_DIR=str(sockets)) as started:
         yield started
@@ -326,10 +328,10 @@ def test_a_stopped_gpu_pool_still_gives_signs_of_life(programs: Programs, host: 
     process = remote(programs, host, "--ttl", "2s", "--", "sh", "-c", LISTENER, log)
     eventually(log.exists)
     beat = eventually(lambda: next((folder / "beat" for folder in host.own_files()), None))
+    stopped_at = beat.stat().st_mtime
     os.kill(process.pid, signal.SIGSTOP)
-    for _ in range(3):  # each is longer than the silence that would end it
-        eventually(lambda: not beat.exists())
-        eventually(beat.exists)
+    # Each sign of life writes the file anew, and after this long a silence the command would have been ended.
+    eventually(lambda: beat.stat().st_mtime > stopped_at + 2 * SHORTEST_SILENCE_SECONDS)
     os.kill(process.pid, signal.SIGCONT)
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(20) == 5
@@ -408,7 +410,7 @@ def test_keys_tokens_and_values_are_in_no_argument_and_keys_in_no_variable(progr
     # Nor in a file, once the command has begun.
     (folder,) = host.own_files()
     assert folder.stat().st_mode & 0o777 == 0o700
-    for path in [*folder.iterdir(), *(host.folder / "run").rglob("*")]:
+    for path in [*folder.iterdir(), *Path(programs.environment["XDG_RUNTIME_DIR"]).rglob("*")]:
         assert not (path.is_file() and value.encode() in path.read_bytes()), path
     process.terminate()
     assert process.wait(20) == 5

@@ -13,13 +13,16 @@ if TYPE_CHECKING:
     from starlette.types import Receive
 
 MOST_BODY_BYTES: Final = 64 * 1024
+#: So much of a body that is too large is read and dropped: a caller that still sends when the connection is closed gets
+#: a broken pipe, and never sees the refusal.
+MOST_DROPPED_BYTES: Final = 1024 * 1024
 #: Faster answers are not watched: watching would cost more than most of them.
 WATCH_AFTER_SECONDS: Final = 0.1
 
 
 async def read_body(receive: Receive, declared: bytes | None) -> bytes:
     """`declared`: the `Content-Length`, if there is one."""
-    if declared is not None and not (declared.isdigit() and len(declared) < 10 and int(declared) <= MOST_BODY_BYTES):
+    if declared is not None and not (declared.isdigit() and len(declared) < 10 and int(declared) <= MOST_DROPPED_BYTES):
         raise _too_large()
     chunks: list[bytes] = []
     size = 0
@@ -27,11 +30,14 @@ async def read_body(receive: Receive, declared: bytes | None) -> bytes:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise CallerGoneError
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > MOST_BODY_BYTES:
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size <= MOST_BODY_BYTES:
+            chunks.append(chunk)
+        is_complete = not message.get("more_body", False)
+        if size > MOST_BODY_BYTES and (is_complete or size > MOST_DROPPED_BYTES):
             raise _too_large()
-        if not message.get("more_body", False):
+        if is_complete:
             return b"".join(chunks)
 
 

@@ -50,12 +50,15 @@ async def test_a_body_in_parts_is_whole() -> None:
 async def test_a_body_up_to_the_limit() -> None:
     limit = disconnect.MOST_BODY_BYTES
     assert await read_body(Connection(part(b"x" * limit)).receive, b"%d" % limit) == b"x" * limit
+    most = disconnect.MOST_DROPPED_BYTES
     for connection, declared in (
-        (Connection(), b"%d" % (limit + 1)),
+        (Connection(part(b"x" * limit, more=True), part(b"x")), b"%d" % (limit + 1)),
+        (Connection(), b"%d" % (most + 1)),
         (Connection(), b"9" * 5000),
         (Connection(), b"-1"),
         (Connection(), b"x"),
-        (Connection(part(b"x" * limit, more=True), part(b"x", more=True)), None),
+        (Connection(part(b"x" * limit, more=True), part(b"x")), None),
+        (Connection(part(b"x" * most, more=True), part(b"x", more=True)), None),
         (Connection(part(b"x" * (limit + 1))), b"3"),
     ):
         with pytest.raises(Refusal) as refusal:
