@@ -181,8 +181,8 @@ class Terminal:
         self.pid, self._master = pty.fork()
         if self.pid == 0:
             try:
-                # Whoever runs these tests in the background has its keys ignored; whoever sits at a terminal has not.
-                for number in (signal.SIGINT, signal.SIGQUIT):
+                # These tests may run in the background or under nohup, which ignore them; a shell on a terminal does not.
+                for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
                     signal.signal(number, signal.SIG_DFL)
                 os.chdir(folder)
                 os.execvpe(command[0], list(command), environment)  # noqa: S606
