@@ -181,7 +181,7 @@ class Terminal:
         self.pid, self._master = pty.fork()
         if self.pid == 0:
             try:
-                # These tests may run in the background or under nohup, which ignore them; a shell on a terminal does not.
+                # Tests may run in the background or under nohup, which ignore them; a shell on a terminal does not.
                 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
                     signal.signal(number, signal.SIG_DFL)
                 os.chdir(folder)
