@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.hardware.samples import GPUReading, MIGReading
     from gpu_worker_pool.hardware.visibility import VisibilityFilter
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 NO_UUID: Final = "does not report its UUID, which a lease needs"
 
@@ -46,6 +46,7 @@ def readings_of(gpus: Iterable[GPUReading]) -> tuple[Reading, ...]:
                     gpu.graphics,
                     reports_processes=gpu.reports_processes,
                     has_unified_memory=gpu.unified_memory,
+                    distances=gpu.distances,
                 )
             )
     return tuple(readings)

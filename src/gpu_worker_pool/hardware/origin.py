@@ -66,6 +66,12 @@ def origin(program: str | None, pid: int) -> Origin:
     return Origin(bounded(user_name(os.getuid())), host_name(), pid, program)
 
 
+def worker_name(what: str, pid: int | None = None) -> str:
+    """The holder as others see it: user, program and pid."""
+    name = f"{user_name(os.getuid())}:{os.path.basename(what)}"  # noqa: PTH119
+    return f"{re.sub(r'[^A-Za-z0-9._:-]+', '_', name)[:50]}:{pid or os.getpid()}"
+
+
 def is_interactive() -> bool:
     """Whether a person runs this process line by line or cell by cell."""
     return _KERNEL in sys.modules or hasattr(sys, "ps1")

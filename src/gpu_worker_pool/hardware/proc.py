@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+#: How long a process may take to start another program, until it counts as one without an environment.
+_EXEC_SECONDS = 0.5
+#: The kernel's flag for its own threads, which never have an environment.
+_KERNEL_THREAD = 0x00200000
 
 
 class ProcessStat(NamedTuple):
@@ -22,13 +26,39 @@ class ProcessStat(NamedTuple):
 def process_stat(pid: int) -> ProcessStat | None:
     """None if the process is gone or hidden."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        text = _read(f"/proc/{pid}/stat")
     except OSError:
         return None
     # The command is in brackets, and may contain brackets and blanks.
     command, _, rest = text.partition("(")[2].rpartition(")")
     fields = rest.split()
     return ProcessStat(command, fields[0], int(fields[1]), int(fields[19]) / _TICKS_PER_SECOND)
+
+
+def environment_of(pid: int) -> list[bytes]:
+    """The variables of a process when it began, as far as we may read them.
+
+    A process that is just starting another program has neither variables nor arguments for a moment, which is not
+    to be mistaken for a process without variables.
+    """
+    latest = time.monotonic() + _EXEC_SECONDS
+    try:
+        text = _bytes(f"/proc/{pid}/environ")
+        if text:
+            return text.split(b"\0")
+        while _is_in_exec(pid) and time.monotonic() < latest:
+            time.sleep(0.001)
+        text = _bytes(f"/proc/{pid}/environ")
+    except OSError:
+        return []
+    return text.split(b"\0")
+
+
+def _is_in_exec(pid: int) -> bool:
+    if _bytes(f"/proc/{pid}/cmdline"):
+        return False
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[0] not in "ZX" and not int(fields[6]) & _KERNEL_THREAD
 
 
 @lru_cache(maxsize=256)
@@ -53,9 +83,9 @@ def ancestors_of(pid: int) -> list[int]:
 def descendants(pid: int) -> list[int]:
     """Its children, their children, and so on, without zombies."""
     parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and (stat := process_stat(int(entry.name))) is not None and stat.state != "Z":
-            parents.setdefault(stat.parent, []).append(int(entry.name))
+    for name in os.listdir("/proc"):  # noqa: PTH208  # loads faster
+        if name.isdecimal() and (stat := process_stat(int(name))) is not None and stat.state != "Z":
+            parents.setdefault(stat.parent, []).append(int(name))
     found: list[int] = []
     unseen = [pid]
     while unseen:
@@ -66,9 +96,25 @@ def descendants(pid: int) -> list[int]:
 
 
 def has_children(pid: int, besides: int) -> bool:
-    """Whether one of our own processes has another child than `besides`; cheap where the kernel lists children."""
+    """Whether one of our own processes has another child than `besides`."""
+    return any(child != besides for child in children_of(pid))
+
+
+def children_of(pid: int) -> list[int]:
+    """Those of one of our own processes, zombies too; where the kernel does not list them, all its descendants."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208  # loads faster
+        lists = [_read(f"/proc/{pid}/task/{thread}/children") for thread in threads]
     except OSError:
-        return any(child != besides for child in descendants(pid))
-    return any(int(child) != besides for child in children)
+        return descendants(pid)
+    return [int(child) for words in lists for child in words.split()]
+
+
+def _bytes(path: str) -> bytes:
+    with open(path, "rb") as file:  # noqa: PTH123  # loads faster
+        return file.read()
+
+
+def _read(path: str) -> str:
+    with open(path, errors="replace") as file:  # noqa: PTH123  # loads faster
+        return file.read()

@@ -14,6 +14,8 @@ from gpu_worker_pool.hardware.proc import process_stat, user_name
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from gpu_worker_pool.core.events import Request
+
 #: A constant of the kernel.
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 
@@ -80,6 +82,26 @@ def is_gone(name: str) -> bool:
     # A zombie has ended; but with other threads left, only its first thread has.
     with suppress(OSError):
         return stat.state == "Z" and len(list(Path("/proc", number, "task").iterdir())) == 1
+    return False
+
+
+def is_holder_gone(request: Request) -> bool:
+    """Whether nothing is left of those that hold the lease of this request: then no new process can come onto its GPUs.
+
+    Killed alone, the lease process of `gpu-pool run` leaves a command behind which may not have touched its GPU yet, so
+    that no reading shows it. The process that started both is named as the origin of the request, and lives as long.
+    """
+    return is_gone(request.process) and not _is_survived(request)
+
+
+def _is_survived(request: Request) -> bool:
+    holder, pid = request.process.split("/"), None if request.origin is None else request.origin.pid
+    if pid is None or str(pid) == holder[-2]:
+        return False
+    stat = process_stat(pid)
+    with suppress(ValueError):
+        # What started the holder is older; a younger one has got its number since.
+        return stat is not None and stat.state != "Z" and stat.started_at <= float(holder[-1])
     return False
 
 

@@ -7,14 +7,11 @@ never synced: after a crash of the host its content is worthless.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
 import math
 import os
-import stat
-import time
 from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -23,15 +20,14 @@ from gpu_worker_pool import forks
 from gpu_worker_pool.core.readings import ProcessReading
 from gpu_worker_pool.hardware.processes import boot_id, is_stopped, process_identity
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure, GPUReading, HostSample, MIGReading
-from gpu_worker_pool.state_directory import share_file
+from gpu_worker_pool.state_directory import open_shared
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 #: Part of the file's name, so that versions with different formats do not mix.
-_FORMAT: Final = 2
+_FORMAT: Final = 3
 _READ_BYTES: Final = 1 << 20
-_SETTLE_SECONDS: Final = 0.05
 _IDENTITY_BYTES: Final = 128
 _LINE_OPENS: Final = b'{"number":'
 
@@ -62,9 +58,9 @@ class SampleLog:
         self._offset = 0
         self._generation: int | None = None
         self._lines_in_file = 0
-        self._file = _open_shared(self._path)
-        self._lock = _open_shared(self._path.with_suffix(".lock"))
-        self._relief = _open_shared(self._path.with_suffix(".relief"))
+        self._file = open_shared(self._path)
+        self._lock = open_shared(self._path.with_suffix(".lock"))
+        self._relief = open_shared(self._path.with_suffix(".relief"))
 
     def close(self) -> None:
         for descriptor in (self._file, self._lock, self._relief):
@@ -169,34 +165,6 @@ def _try_flock(descriptor: int) -> bool:
     return True
 
 
-def _open_shared(path: Path) -> int:
-    # No symbolic links: in a shared folder another user could point one at any file.
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        # Without O_CREAT: in a world-writable folder the kernel refuses it for files of other users.
-        descriptor = _open_settled(path, flags)
-    except FileNotFoundError:
-        descriptor = os.open(path, flags | os.O_CREAT, 0o600)
-        with contextlib.suppress(OSError):  # another process was faster, and does the same
-            share_file(descriptor, path.parent)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return descriptor
-
-
-def _open_settled(path: Path, flags: int) -> int:
-    """A file that another user just makes is closed to us for a moment: so try more than once."""
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    while True:
-        try:
-            return os.open(path, flags)
-        except PermissionError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.005)
-
-
 # --- lines ---
 
 
@@ -249,7 +217,8 @@ def _decode(line: bytes) -> HostSample | None:
 
 def _decode_gpu(gpu: dict[str, Any]) -> GPUReading:
     devices = tuple(MIGReading(**mig | _decode_processes(mig)) for mig in gpu["mig_devices"])
-    return GPUReading(**gpu | _decode_processes(gpu) | {"mig_devices": devices})
+    distances = tuple(gpu["distances"])
+    return GPUReading(**gpu | _decode_processes(gpu) | {"mig_devices": devices, "distances": distances})
 
 
 def _decode_processes(device: dict[str, Any]) -> dict[str, tuple[ProcessReading, ...] | None]:

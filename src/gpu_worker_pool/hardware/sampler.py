@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.core.record import frozen
 from gpu_worker_pool.errors import DriverError, LedgerUnusableError
 from gpu_worker_pool.hardware.readers.choose import make_reader, readings_name
 from gpu_worker_pool.hardware.sample_log import SampleLog
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.hardware.readers import Reader
     from gpu_worker_pool.hardware.readers.simulated import SimulatedHolder
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: A process that follows takes over when the last sample is this many intervals old.
 TAKE_OVER_INTERVALS = 3
@@ -39,7 +39,7 @@ OTHERS_SECONDS = 15.0
 REOPEN_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LatestSamples:
     """Immutable and replaced as a whole, so that other threads always see a consistent state."""
 
@@ -62,7 +62,7 @@ class Sampler:
         open_log: Callable[[], SampleLog] | None = None,
     ) -> None:
         self.interval_seconds = interval_seconds
-        self.seen = LatestSamples()
+        self.seen: LatestSamples = LatestSamples()
         self._reader = reader
         self._on_sample = on_sample
         self._open_log = open_log

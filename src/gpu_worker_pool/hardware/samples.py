@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from gpu_worker_pool.core.readings import LARGEST_MB, ProcessReading
+from gpu_worker_pool.core.record import frozen
 
 #: The possible range of each sensor; a value outside it, or NaN, is dropped.
 _POSSIBLE: Final[dict[str, tuple[float, float]]] = {
@@ -60,7 +60,7 @@ class _Sensors:
         return None if not total or used is None else 100.0 * used / total
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MIGReading(_Sensors):
     """One MIG device, an isolated part of a GPU."""
 
@@ -78,7 +78,7 @@ class MIGReading(_Sensors):
     fault: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class GPUReading(_Sensors):
     """One GPU at one moment; a lost GPU has a reading too, with its `fault`."""
 
@@ -113,6 +113,8 @@ class GPUReading(_Sensors):
     #: Empty if MIG is off, or no device was created.
     mig_devices: tuple[MIGReading, ...] = ()
     mig_enabled: bool = False
+    #: By index, how far the other GPUs are (`core/readings.py`); empty if all are equally far, or nothing is known.
+    distances: tuple[int | None, ...] = ()
 
     def lost(self, fault: str) -> GPUReading:
         """The same GPU without values: its identity, its MIG devices, and the fault."""
@@ -137,7 +139,7 @@ class GPUReading(_Sensors):
         return self.uuid or f"gpu-{self.index}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DriverAnswer:
     """The answer of a reader: all GPUs of the host, regardless of `CUDA_VISIBLE_DEVICES`."""
 
@@ -147,7 +149,7 @@ class DriverAnswer:
     backend: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DriverFailure:
     """Why a read failed."""
 
@@ -156,7 +158,7 @@ class DriverFailure:
     code: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class HostSample:
     """One attempt to read the host's GPUs, and its result."""
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from gpu_worker_pool.core.record import frozen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gpu_worker_pool.hardware.samples import GPUReading
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 MOST_WARNINGS = 10
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Visibility:
     """The result of a filter."""
 
@@ -34,7 +36,11 @@ class VisibilityFilter:
 
     def __init__(self, value: str | None) -> None:
         self.value = value
-        self._tokens = None if value is None else tuple(dict.fromkeys(re.split(r"[,\s]+", value.strip(", \t\n"))))
+        #: ("",) for an empty value; a value of nothing but separators names nothing.
+        self._tokens: tuple[str, ...] | None = None
+        if value is not None:
+            names = [name for name in re.split(r"[,\s]+", value) if name]
+            self._tokens = tuple(dict.fromkeys(names)) if value.strip() else ("",)
         #: What was logged for the last sample, to log it only once.
         self._said: tuple[str, ...] | None = None
         #: If an entry was found once and disappears, the other GPUs stay hidden.

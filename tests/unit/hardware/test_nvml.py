@@ -208,6 +208,32 @@ def test_initializes_once_and_asks_what_never_changes_once(fake: FakeNVML, reade
     assert sorted(fake.calls()) == sorted(each_time)
 
 
+def test_how_far_gpus_are_is_asked_once_and_told_only_where_it_differs(fake: FakeNVML, reader: ReaderProcess) -> None:
+    fake.gpus = fake_gpus(3)
+    fake.is_logging = True
+    fake.write()
+    assert [gpu.distances for gpu in reader.gpus()] == [()] * 3, "a driver that does not tell"
+    nvlink, switch, socket = 0, 10, 40
+    fake.gpus = fake_gpus(4)
+    for near, far in ((0, 1), (1, 0)):
+        fake.gpus[near].distances = {far: switch, 2: socket, 3: socket}
+        fake.gpus[near + 2].distances = {far + 2: nvlink, 0: socket, 1: socket}
+    fake.write()
+    fake.calls()
+    told = [(0, 10, 40, 40), (10, 0, 40, 40), (40, 40, 0, 0), (40, 40, 0, 0)]
+    assert [gpu.distances for gpu in reader.gpus()] == told
+    assert [gpu.distances for gpu in reader.gpus()] == told
+    assert fake.calls().count("topology") == 5, "each pair once, but for the one with NVLink"
+    fake.gpus[3].errors["handle"] = GPU_IS_LOST
+    fake.write()
+    assert [gpu.distances for gpu in reader.gpus()] == [(0, 10, 40), (10, 0, 40), (40, 40, 0), ()]
+    fake.gpus[3].errors.clear()
+    for gpu in fake.gpus:
+        gpu.distances = dict.fromkeys(range(4), nvlink)
+    fake.write()
+    assert [gpu.distances for gpu in reader.gpus()] == [()] * 4, "all are equally far: there is nothing to choose"
+
+
 def test_another_order_of_the_indices_is_noticed(fake: FakeNVML, reader: ReaderProcess) -> None:
     fake.gpus[1].name = "NVIDIA A30"
     fake.write()
@@ -624,6 +650,7 @@ def test_a_library_replaced_on_disk_is_seen_after_it_could_not_start(fake: FakeN
     assert len(reader.gpus()) == 2
 
 
+@pytest.mark.fault(29)
 @pytest.mark.parametrize(
     ("call", "shutdown_fails_too"),
     [

@@ -41,6 +41,7 @@ EVERYTHING = GPUReading(
     processes=(ProcessReading(12, 3.5, "python", "somebody", 12.0), ProcessReading(13)),
     mig_devices=(MIGReading("MIG-1", "1g.10gb", 1, 0, 9_984, 9, 9_975, ()), MIGReading("MIG-2", "1g.10gb")),
     mig_enabled=True,
+    distances=(10, None, 50, 0),
 )
 
 
@@ -294,7 +295,7 @@ def test_links_and_other_things_are_not_opened(tmp_path: Path) -> None:
     for make in (lambda path: path.symlink_to(victim), os.mkfifo, lambda path: path.mkdir()):
         folder = tmp_path / f"folder-{id(make)}"
         folder.mkdir()
-        make(folder / "readings-real-v2.jsonl")
+        make(folder / "readings-real-v3.jsonl")
         with pytest.raises(OSError, match=r"symbolic|regular|directory"):
             SampleLog(folder, "real", keep=3)
     assert victim.read_text() == "precious"
@@ -303,14 +304,14 @@ def test_links_and_other_things_are_not_opened(tmp_path: Path) -> None:
 def test_a_line_stays_readable_for_those_who_run_already(logs: list[SampleLog], tmp_path: Path) -> None:
     """A field added or renamed makes older processes skip every line: then the number in the file's name must grow."""
     logs[0].append(sample(1, DriverAnswer((EVERYTHING,), "590.1", "nvml")))
-    entry = json.loads(next(tmp_path.glob("readings-real-v2.jsonl")).read_text().splitlines()[-1])
+    entry = json.loads(next(tmp_path.glob("readings-real-v3.jsonl")).read_text().splitlines()[-1])
     gpu = entry["answer"]["gpus"][0]
     assert sorted(entry) == ["answer", "begun_at", "failed_total", "number", "timestamp", "took_seconds"]
     assert sorted(entry["answer"]) == ["backend", "driver_version", "gpus"]
     assert " ".join(sorted(gpu)) == (
-        "ecc_uncorrected_errors fault graphics index memory_free_mb memory_total_mb memory_used_mb mig_devices "
-        "mig_enabled name pci_bus_id power_draw_w power_limit_w processes recovery_action reports_processes "
-        "reports_utilization temperature_c unified_memory utilization_percent uuid"
+        "distances ecc_uncorrected_errors fault graphics index memory_free_mb memory_total_mb memory_used_mb "
+        "mig_devices mig_enabled name pci_bus_id power_draw_w power_limit_w processes recovery_action "
+        "reports_processes reports_utilization temperature_c unified_memory utilization_percent uuid"
     )
     assert " ".join(sorted(gpu["mig_devices"][0])) == (
         "compute_instance_id fault gpu_instance_id graphics memory_free_mb memory_total_mb memory_used_mb name "

@@ -1,4 +1,4 @@
-"""Chooses the reader: `GPU_BACKEND=auto|nvml|nvidia-smi|simulated[:N]`."""
+"""Chooses the reader: `GPU_BACKEND=auto|nvml|nvidia-smi|amd|simulated[:N]`, or one that another package brings."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.environment import refused
-from gpu_worker_pool.errors import DriverError
-from gpu_worker_pool.hardware.readers.nvidia_smi import NvidiaSMIReader
-from gpu_worker_pool.hardware.readers.nvml import NVMLReader
+from gpu_worker_pool.hardware.readers.package import PackageReader, readers_of_packages
 from gpu_worker_pool.hardware.readers.simulated import (
     OUTSIDERS_VARIABLE,
     SimulatedHolder,
@@ -23,52 +21,23 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.environment import Environment
     from gpu_worker_pool.hardware.readers import Reader
-    from gpu_worker_pool.hardware.samples import DriverAnswer
 
 
-class AutoReader:
-    """NVML, or `nvidia-smi` if NVML cannot be loaded; each read looks again until one is found."""
-
-    def __init__(self) -> None:
-        self._nvml = NVMLReader()
-        self._nvidia_smi = NvidiaSMIReader()
-
-    def read(self) -> DriverAnswer:
-        try:
-            return self._nvml.read()
-        except DriverError as nvml_error:
-            if nvml_error.code != "nvml_not_found":
-                raise
-            try:
-                return self._nvidia_smi.read()
-            except DriverError as error:
-                if error.code != "nvidia_smi_not_found":
-                    raise
-                raise DriverError(
-                    "nvidia-smi not found, and no NVML library: is the NVIDIA driver installed? "
-                    "GPU_BACKEND=simulated:4 simulates four GPUs",
-                    code=error.code,
-                ) from nvml_error
-
-    def interrupt(self) -> None:
-        self._nvidia_smi.interrupt()
-
-    def close(self) -> None:
-        self._nvml.close()
-        self._nvidia_smi.close()
-
-
-_REAL: Final[dict[str, Callable[[], Reader]]] = {"auto": AutoReader, "nvml": NVMLReader, "nvidia-smi": NvidiaSMIReader}
+_OWN: Final = ("auto", "nvml", "nvidia-smi", "amd")
 
 
 def check_backend(text: str, name: str = "backend") -> str:
     """Returns it in lower case, or raises a `ValueError` that says what was expected."""
     backend = text.lower()
-    if backend not in _REAL:
-        if not backend.startswith("simulated"):
-            raise refused(name, f"{', '.join(_REAL)} or simulated:N", text)
+    if _is_simulated(backend):
         SimulatedHost.parse(backend, name)
+    elif backend not in _OWN and backend not in (others := readers_of_packages()):
+        raise refused(name, f"{', '.join((*_OWN, *others))} or simulated:N", text)
     return backend
+
+
+def _is_simulated(backend: str) -> bool:
+    return backend.startswith("simulated")
 
 
 def read_outsiders(backend: str, environment: Environment) -> str | None:
@@ -78,17 +47,17 @@ def read_outsiders(backend: str, environment: Environment) -> str | None:
         with_outsiders(backend, text, name)
         return text
 
-    return None if backend in _REAL else environment.get(OUTSIDERS_VARIABLE, None, parse)
+    return None if not _is_simulated(backend) else environment.get(OUTSIDERS_VARIABLE, None, parse)
 
 
 def complete_backend(backend: str, outsiders: str | None) -> str:
     """The backend with the simulated outsiders that `read_outsiders` found."""
-    return backend if outsiders is None or backend in _REAL else with_outsiders(backend, outsiders)
+    return backend if outsiders is None or not _is_simulated(backend) else with_outsiders(backend, outsiders)
 
 
 def hardware_name(backend: str) -> str:
     """Backends with the same name read the same GPUs."""
-    return "real" if backend in _REAL else SimulatedHost.parse(backend).name
+    return "real" if not _is_simulated(backend) else SimulatedHost.parse(backend).name
 
 
 def readings_name(backend: str, devices: Path = Path("/dev")) -> str:
@@ -97,16 +66,34 @@ def readings_name(backend: str, devices: Path = Path("/dev")) -> str:
     A container may see two of eight: its samples must not hide the other six from the rest of the host.
     """
     name = hardware_name(backend)
-    if backend not in _REAL:
+    if _is_simulated(backend):
         return name
     numbers = sorted(int(node.name[6:]) for node in devices.glob("nvidia[0-9]*") if node.name[6:].isdecimal())
+    if (devices / "kfd").exists():  # of AMD's driver for computing
+        numbers += sorted(int(node.name[7:]) for node in devices.glob("dri/renderD*") if node.name[7:].isdecimal())
     return f"{name}-{zlib.crc32(repr(numbers).encode()):08x}" if numbers else name
 
 
 def make_reader(
     backend: str, clock: Callable[[], float], holders: Callable[[], Iterable[SimulatedHolder]] = tuple
 ) -> Reader:
-    """`holders`: the holders of simulated GPUs."""
-    if backend in _REAL:
-        return _REAL[backend]()
+    """`holders`: the holders of simulated GPUs. Loads the reader that is used, and no other."""
+    if backend == "auto":
+        from gpu_worker_pool.hardware.readers.auto import AutoReader
+
+        return AutoReader()
+    if backend == "nvml":
+        from gpu_worker_pool.hardware.readers.nvml import NVMLReader
+
+        return NVMLReader()
+    if backend == "nvidia-smi":
+        from gpu_worker_pool.hardware.readers.nvidia_smi import NvidiaSMIReader
+
+        return NvidiaSMIReader()
+    if backend == "amd":
+        from gpu_worker_pool.hardware.readers.amd import AMDReader
+
+        return AMDReader()
+    if not _is_simulated(backend):
+        return PackageReader(backend)
     return SimulatedReader(SimulatedHost.parse(backend), clock=clock, holders=holders)

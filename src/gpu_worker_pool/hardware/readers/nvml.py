@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gpu_worker_pool.hardware.readers.nvml_device import DeviceFacts, read_facts, read_gpu
+from gpu_worker_pool.hardware.readers.nvml_device import DeviceFacts, read_distances, read_facts, read_gpu
 from gpu_worker_pool.hardware.readers.nvml_library import (
     GPU_IS_LOST,
     GPU_NOT_FOUND,
@@ -18,7 +19,7 @@ from gpu_worker_pool.hardware.readers.nvml_library import (
 from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, DriverAnswer, GPUReading
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _FAULTS: Final = {
     GPU_IS_LOST: "the GPU is lost, for example off the bus: see `dmesg`, then reboot the host",
@@ -43,6 +44,8 @@ class NVMLReader:
         self._answered: dict[int, GPUReading] = {}
         #: UUIDs of GPUs that have reported memory of their own, so that they are not mistaken for unified memory.
         self._reported_memory: set[str] = set()
+        #: The GPUs whose distances are known, by index: they are asked for once.
+        self._measured: dict[int, str | None] = {}
 
     def read(self) -> DriverAnswer:
         with self._library as nvml:
@@ -65,6 +68,7 @@ class NVMLReader:
     def _read_all(self, nvml: LoadedNVML) -> tuple[GPUReading, ...]:
         count: int = nvml.module.nvmlDeviceGetCount()
         gpus = []
+        handles: dict[int, Any] = {}
         named_from_memory = []
         for index in range(count):
             known = self._known.get(index)
@@ -76,6 +80,7 @@ class NVMLReader:
                 gpu = read_gpu(nvml, handle, index, facts, has_reported_memory=has_reported)
                 self._answered[index] = gpu
                 gpus.append(gpu)
+                handles[index] = handle
                 if gpu.uuid is not None and gpu.memory_total_mb is not None and not gpu.unified_memory:
                     self._reported_memory.add(gpu.uuid)
             except (nvml.error, UnicodeDecodeError) as error:
@@ -94,7 +99,18 @@ class NVMLReader:
         for index in [index for index in self._known if index >= count]:
             del self._known[index]
             self._answered.pop(index, None)
+        if (measured := {index: gpus[index].uuid for index in handles}) != self._measured:
+            gpus = self._with_distances(nvml, gpus, handles)
+            self._measured = measured
         return self._without_wrong_names(gpus, named_from_memory)
+
+    def _with_distances(
+        self, nvml: LoadedNVML, gpus: Sequence[GPUReading], handles: Mapping[int, Any]
+    ) -> list[GPUReading]:
+        distances = read_distances(nvml, handles)
+        for index in handles:
+            self._known[index] = replace(self._known[index], distances=distances.get(index, ()))
+        return [replace(gpu, distances=distances.get(gpu.index, ())) if gpu.index in handles else gpu for gpu in gpus]
 
     def _without_wrong_names(
         self, gpus: Sequence[GPUReading], named_from_memory: Sequence[int]

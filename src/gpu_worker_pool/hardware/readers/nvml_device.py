@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpu_worker_pool.hardware.host_memory import read_host_memory
 from gpu_worker_pool.hardware.processes import describe_process
-from gpu_worker_pool.hardware.readers.nvml_library import FUNCTION_NOT_FOUND, NOT_SUPPORTED, LoadedNVML
+from gpu_worker_pool.hardware.readers.nvml_library import (
+    FUNCTION_NOT_FOUND,
+    LIBRARY_FAILED,
+    NOT_SUPPORTED,
+    LoadedNVML,
+)
 from gpu_worker_pool.hardware.samples import UNKNOWN_NAME, GPUReading, MIGReading
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gpu_worker_pool.core.readings import ProcessReading
 
+#: The distance of two GPUs with a link of their own, nearer than any that NVML counts.
+NVLINK: Final = 0
 #: As nvidia-smi prints them; 0 means none.
 _RECOVERY_ACTIONS: Final = {
     1: "Reset",
@@ -32,6 +42,8 @@ class DeviceFacts:
     name: str = UNKNOWN_NAME
     uuid: str | None = None
     pci_bus_id: str | None = None
+    #: As `GPUReading` has it.
+    distances: tuple[int | None, ...] = ()
 
 
 def read_facts(nvml: LoadedNVML, handle: Any, known: DeviceFacts | None) -> DeviceFacts:
@@ -107,7 +119,34 @@ def read_gpu(
         unified_memory=is_unified,
         mig_devices=_read_mig_devices(nvml, handle) if is_mig_enabled else (),
         mig_enabled=is_mig_enabled,
+        distances=facts.distances,
     )
+
+
+def read_distances(nvml: LoadedNVML, handles: Mapping[int, Any]) -> dict[int, tuple[int | None, ...]]:
+    """By index, how far each GPU is from the others; nothing where all are equally far."""
+    found: dict[tuple[int, int], int | None] = {}
+    for first, second in combinations(handles, 2):
+        found[first, second] = found[second, first] = _read_distance(nvml, handles[first], handles[second])
+    if len(set(found.values())) < 2:
+        return {}
+    size = max(handles) + 1
+    return {
+        index: tuple(0 if index == other else found.get((index, other)) for other in range(size)) for index in handles
+    }
+
+
+def _read_distance(nvml: LoadedNVML, first: Any, second: Any) -> int | None:
+    module = nvml.module
+    try:
+        if nvml.ask(module.nvmlDeviceGetP2PStatus, first, second, module.NVML_P2P_CAPS_INDEX_NVLINK) == 0:
+            return NVLINK
+        distance: int | None = nvml.ask(module.nvmlDeviceGetTopologyCommonAncestor, first, second)
+    except nvml.error as error:
+        if error.value in LIBRARY_FAILED:
+            raise
+        return None  # one of them was lost just now
+    return distance
 
 
 def _read_mig_devices(nvml: LoadedNVML, handle: Any) -> tuple[MIGReading, ...]:
@@ -189,7 +228,8 @@ def _described(found: Any) -> tuple[ProcessReading, ...] | None:
 
 def _read_recovery_action(nvml: LoadedNVML, handle: Any) -> str | None:
     module = nvml.module
-    values = nvml.ask(module.nvmlDeviceGetFieldValues, handle, (module.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,))
+    field = getattr(module, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)  # older versions of pynvml lack it
+    values = None if field is None else nvml.ask(module.nvmlDeviceGetFieldValues, handle, (field,))
     if values is None:
         return None
     (answer,) = values

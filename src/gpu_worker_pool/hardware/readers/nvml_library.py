@@ -77,7 +77,7 @@ class DecisiveAnswer(NamedTuple):
 class LoadedNVML:
     """The initialized library, with the best version of each call it has."""
 
-    __slots__ = ("driver_version", "error", "graphics", "memory", "module", "processes")
+    __slots__ = ("driver_version", "error", "graphics", "limits_memory", "memory", "module", "processes")
 
     def __init__(self, module: Any) -> None:
         #: pynvml has no types, so results get theirs where they are read.
@@ -94,6 +94,8 @@ class LoadedNVML:
         self.graphics: Callable[[Any], Any] = module.nvmlDeviceGetGraphicsRunningProcesses_v2
         if has("nvmlDeviceGetGraphicsRunningProcesses_v3"):
             self.graphics = module.nvmlDeviceGetGraphicsRunningProcesses_v3
+        #: The driver can limit the GPU memory of a cgroup, for an administrator.
+        self.limits_memory: bool = has("nvmlDeviceSetMemoryLimits_v1")
         self.driver_version: str | None = self.ask(module.nvmlSystemGetDriverVersion)
 
     def ask(self, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import re
 import zlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 from gpu_worker_pool.core.readings import ProcessReading
+from gpu_worker_pool.core.record import frozen
 from gpu_worker_pool.environment import refused
 from gpu_worker_pool.hardware.samples import DriverAnswer, GPUReading
 
@@ -31,7 +31,7 @@ _SIZES_MB: Final = {"mb": 1.0, "mib": 1.0, "gb": 1000.0, "g": 1024.0, "gib": 102
 _OUTSIDER: Final = re.compile(r"(\d{1,5}):(\d{1,6}(?:\.\d{1,3})?)([A-Za-z]{1,3})", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SimulatedHost:
     """The parsed form of `simulated[:N][,seed=S][,linger=SECONDS]`, and of `with_outsiders`."""
 
@@ -84,7 +84,7 @@ def with_outsiders(backend: str, text: str, name: str = OUTSIDERS_VARIABLE) -> s
     return f"{backend},outsiders=" + "+".join(f"{index}:{memory_mb:g}" for index, memory_mb in sorted(found.items()))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SimulatedHolder:
     """The holder of a simulated GPU, which causes load on it."""
 

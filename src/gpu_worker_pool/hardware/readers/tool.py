@@ -1,4 +1,4 @@
-"""Runs nvidia-smi for its output: one process at a time, and never beyond the deadline."""
+"""Runs nvidia-smi, or a tool like it, for its output: one process at a time, and never beyond the deadline."""
 
 from __future__ import annotations
 
@@ -48,8 +48,15 @@ class Tool:
         timeout_seconds: float,
         environment: Mapping[str, str],
         kill_group: Callable[[int, int], None],
+        *,
+        not_found: str = "nvidia_smi_not_found",
+        driver: str = "NVIDIA",
     ) -> None:
+        """`not_found`: the code of the error if there is no such tool. `driver`: what brings it."""
         self._command = command
+        self._name = os.path.basename(command)  # noqa: PTH119  # as it is called
+        self._not_found = not_found
+        self._driver = driver
         self._timeout_seconds = timeout_seconds
         self._environment = environment
         self._kill_group = kill_group
@@ -67,7 +74,7 @@ class Tool:
         process = self._running = self._start(arguments)
         try:
             if self._is_interrupted:
-                raise DriverError("nvidia-smi was not awaited: the reader is stopping.", code="interrupted")
+                raise DriverError(f"{self._name} was not awaited: the reader is stopping.", code="interrupted")
             try:
                 written = _collect(process, deadline)
             finally:
@@ -76,7 +83,7 @@ class Tool:
             raise self._hangs() from None
         if written is None:
             megabytes = _LARGEST_OUTPUT_BYTES // 1024**2
-            raise DriverError(f"nvidia-smi wrote more than {megabytes} MiB: run it by hand to see what is wrong.")
+            raise DriverError(f"{self._name} wrote more than {megabytes} MiB: run it by hand to see what is wrong.")
         return ToolOutput(process.returncode, *written)
 
     def interrupt(self) -> None:
@@ -88,15 +95,16 @@ class Tool:
                 self._kill_group(process.pid, signal.SIGKILL)
 
     def _hangs(self) -> DriverError:
-        message = f"nvidia-smi did not answer within {self._timeout_seconds:g} s and was stopped: look for Xid errors"
+        message = f"{self._name} did not answer within {self._timeout_seconds:g} s and was stopped: look for "
+        message += "Xid errors" if self._driver == "NVIDIA" else "errors of amdgpu"
         message += " in the kernel log, and restart the host if it happens again."
         if self._unkillable is not None:
-            message = f"nvidia-smi (pid {self._unkillable.pid}) did not answer within {self._timeout_seconds:g} s and"
+            message = f"{self._name} (pid {self._unkillable.pid}) did not answer within {self._timeout_seconds:g} s and"
             message += " cannot be killed, so no other is started: the driver hangs; restart the host."
         return DriverError(message, code="driver_hangs")
 
     def _start(self, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        path = find_tool(self._command, self._environment)
+        path = find_tool(self._command, self._environment, self._not_found, self._driver)
         try:
             return subprocess.Popen(  # noqa: S603 - the operator chose the program; there is no shell
                 [path, *arguments],
@@ -125,18 +133,23 @@ class Tool:
         except subprocess.TimeoutExpired:
             self._unkillable = process
             # Reap it when it ends, even without another read.
-            threading.Thread(target=process.wait, name=f"reap nvidia-smi {process.pid}", daemon=True).start()
+            threading.Thread(target=process.wait, name=f"reap {self._name} {process.pid}", daemon=True).start()
 
 
-def find_tool(command: str, environment: Mapping[str, str]) -> str:
+def find_tool(
+    command: str,
+    environment: Mapping[str, str],
+    not_found: str = "nvidia_smi_not_found",
+    driver: str = "NVIDIA",
+) -> str:
     # An empty entry of PATH would mean the working directory.
     path = os.pathsep.join(filter(None, environment.get("PATH", os.defpath).split(os.pathsep)))
     if (found := shutil.which(command, path=path)) is not None:
         return found
     if (file := shutil.which(command, os.F_OK, path)) is not None:
         raise _may_not_execute(file)
-    message = f"{command} was not found: install the NVIDIA driver, or add the tool's folder to PATH."
-    raise DriverError(message, code="nvidia_smi_not_found")
+    message = f"{command} was not found: install the {driver} driver, or add the tool's folder to PATH."
+    raise DriverError(message, code=not_found)
 
 
 def _may_not_execute(path: str) -> DriverError:
