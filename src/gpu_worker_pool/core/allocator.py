@@ -11,10 +11,11 @@ from heapq import nsmallest
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.core.balancing import balancer_for
+from gpu_worker_pool.core.free_hosts import FreeHosts
 from gpu_worker_pool.core.gpus import EndpointState, GPUResourceState
 from gpu_worker_pool.core.inside import obstacles_inside
+from gpu_worker_pool.core.links import best_linked
 from gpu_worker_pool.core.obstacles import lasting_obstacles, obstacles, reading_obstacles
-from gpu_worker_pool.core.ranked import RankedSet
 from gpu_worker_pool.core.requirements import ANY_GPU
 
 if TYPE_CHECKING:
@@ -37,13 +38,13 @@ class GPUAllocator:
         #: GPUs that were released and not granted since, while fresh readings of them are wanted (rule 8).
         self.freed: dict[str, GPUResourceState] = {}
         #: When the newest of all readings began.
-        self.read_at = -math.inf
+        self.read_at: float = -math.inf
         self._balancer = balancer_for(settings.strategy)
         self._reading_max_age_seconds = settings.reading_max_age_seconds
         #: Whether a request for any GPU is surely possible, so that `impossible` need not look.
         self._is_any_gpu_possible = min(settings.memory_threshold_percent, settings.utilization_threshold_percent) > 0
         #: The endpoints with a free GPU, as the balancing strategy ranks them; unused while there is only one.
-        self._ranked: RankedSet[EndpointState] = RankedSet()
+        self._free_hosts = FreeHosts()
         self._only_endpoint: EndpointState | None = None
 
     # Readings
@@ -126,7 +127,7 @@ class GPUAllocator:
         return next(obstacles(gpu, requirements, self.settings, now), None) is None
 
     def is_any_gpu(self, requirements: Requirements) -> bool:
-        """Whether any free GPU meets these requirements: they say nothing, or what holds for all GPUs anyway."""
+        """Whether any free GPU meets these requirements: they say how many, or what holds for all GPUs anyway."""
         if requirements is ANY_GPU:
             return True
         settings = self.settings
@@ -134,7 +135,7 @@ class GPUAllocator:
             requirements = replace(requirements, memory_threshold=None)
         if requirements.utilization_threshold == settings.utilization_threshold_percent:
             requirements = replace(requirements, utilization_threshold=None)
-        return replace(requirements, priority=0) == ANY_GPU
+        return replace(requirements, count=1, priority=0) == ANY_GPU
 
     def is_fresh(self, endpoint: EndpointState, now: float) -> bool:
         return now - endpoint.begun_at <= self._reading_max_age_seconds
@@ -145,25 +146,38 @@ class GPUAllocator:
 
     # Rule 3: the best
 
-    def best_free(self, reserved: Collection[str], now: float) -> tuple[GPUResourceState, ...] | None:
-        """The best GPU of the index, for a request for any GPU."""
+    def best_free(self, count: int, reserved: Collection[str], now: float) -> tuple[GPUResourceState, ...] | None:
+        """The best GPUs of the index, for a request that only says how many."""
         endpoint = self._only_endpoint
-        if endpoint is not None and not reserved:
-            if now - endpoint.begun_at > self._reading_max_age_seconds:
+        if endpoint is None:
+            endpoint = self._free_hosts.first(
+                count, self._balancer.rank, lambda endpoint: self.number_free(endpoint, count, reserved, now) >= count
+            )
+            if endpoint is None:
                 return None
+        elif now - endpoint.begun_at > self._reading_max_age_seconds:
+            return None
+        if count == 1 and not reserved:
             gpu = endpoint.free.best()
             return None if gpu is None else (gpu,)
-        if endpoint is None:
-            endpoint = self._ranked.first(lambda endpoint: self._best_of(endpoint, reserved, now) is not None)
-        gpu = None if endpoint is None else self._best_of(endpoint, reserved, now)
-        return None if gpu is None else (gpu,)
-
-    def _best_of(self, endpoint: EndpointState, reserved: Collection[str], now: float) -> GPUResourceState | None:
-        if now - endpoint.begun_at > self._reading_max_age_seconds:
+        may_be_mig = count == 1
+        is_choosing = count > 1 and endpoint.has_distances
+        found = endpoint.free.best_of(
+            len(endpoint.free) if is_choosing else count,
+            lambda gpu: gpu.gpu_id not in reserved and (may_be_mig or not gpu.is_mig_device),
+        )
+        if len(found) < count:
             return None
-        if reserved:
-            return endpoint.free.first(lambda gpu: gpu.gpu_id not in reserved)
-        return endpoint.free.best()
+        return best_linked(found, count) if is_choosing else tuple(found)
+
+    def number_free(self, endpoint: EndpointState, count: int, reserved: Collection[str], now: float) -> int:
+        """How many GPUs of its index a request for so many could choose from."""
+        if now - endpoint.begun_at > self._reading_max_age_seconds:
+            return 0
+        free = len(endpoint.free)
+        if count > 1 and endpoint.has_mig_devices:
+            return sum(not gpu.is_mig_device and gpu.gpu_id not in reserved for gpu in endpoint.free)
+        return free - sum(gpu_id in endpoint.gpus and endpoint.gpus[gpu_id] in endpoint.free for gpu_id in reserved)
 
     def best(
         self,
@@ -181,9 +195,16 @@ class GPUAllocator:
         able = [endpoint for endpoint, gpus in eligible.items() if len(gpus) >= requirements.count]
         if not able:
             return None
-        endpoint = min(able, key=self._balancer.rank)
         rank = _rank_for_share if requirements.share else _rank_for_one
-        return tuple(nsmallest(requirements.count, eligible[endpoint], key=rank))
+        if requirements.share and self.settings.strategy == "pack":
+            # The fullest cards that are enough, wherever they are.
+            endpoint = min(able, key=lambda endpoint: min(map(rank, eligible[endpoint])))
+        else:
+            endpoint = min(able, key=self._balancer.rank)
+        count = requirements.count
+        if count > 1 and endpoint.has_distances and not requirements.share:  # shares go to the fullest cards
+            return best_linked(sorted(eligible[endpoint], key=rank), count)
+        return tuple(nsmallest(count, eligible[endpoint], key=rank))
 
     # Grants and releases
 
@@ -273,7 +294,9 @@ class GPUAllocator:
         gpu.is_gone = False
         if reading.has_unified_memory and not reading.reports_processes:
             self._is_any_gpu_possible = False  # nothing may ever show that this one is free
-        gpu.index = reading.index
+        gpu.index, gpu.is_mig_device = reading.index, reading.is_mig_device
+        gpu.endpoint.has_mig_devices |= reading.is_mig_device
+        gpu.endpoint.has_distances |= bool(reading.distances)
         memory, utilization = reading.memory_usage_percent, reading.utilization_percent
         gpu.usage_percent = (100.0 if memory is None else memory) + (100.0 if utilization is None else utilization)
         gpu.rank = (gpu.usage_percent, gpu.last_fence, gpu.index, gpu.gpu_id, gpu)
@@ -294,10 +317,7 @@ class GPUAllocator:
 
     def _rank(self, endpoint: EndpointState) -> None:
         if self._only_endpoint is None:
-            if len(endpoint.free):
-                self._ranked.put(self._balancer.rank(endpoint))
-            else:
-                self._ranked.discard(endpoint)
+            self._free_hosts.put(endpoint, self._balancer.rank(endpoint))
 
 
 def _rank_for_one(gpu: GPUResourceState) -> tuple[Any, ...]:

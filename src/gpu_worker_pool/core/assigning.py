@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.core.inside import enclosure_of, holds_back_later
-from gpu_worker_pool.core.reservation import can_judge, gpus_to_await, gpus_to_reserve
+from gpu_worker_pool.core.limits import only_on
+from gpu_worker_pool.core.reservation import can_judge, gpus_to_await, gpus_to_reserve, lending_window
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
+    from gpu_worker_pool.core.fair_share import FairShare
     from gpu_worker_pool.core.gpus import GPUResourceState
     from gpu_worker_pool.core.pool import Pool
     from gpu_worker_pool.core.queue import RequestClass, Waiter
 
 
+#: How many waiters of a class are looked at for backfill at once.
+MOST_BACKFILLED: Final = 100
+
+
 def assign(pool: Pool, now: float) -> None:
     """Grant whatever can be granted to waiters, in order."""
+    _assign(pool, now)
+    # A grant may have brought its account to its limit, and no GPU is reserved for what that keeps back.
+    while pool.has_limits and (waiter := pool.reserved_for) is not None and _is_kept_back(pool, waiter):
+        _end_reservation(pool, waiter)
+        _assign(pool, now)
+
+
+def _assign(pool: Pool, now: float) -> None:
     pool.has_new_class = False
+    if pool.fair_share is not None:
+        _renew_order(pool, pool.fair_share, now)
     request_class = pool.queue.only_class()
     if request_class is not None:
         _serve(pool, request_class, now)
@@ -27,9 +43,12 @@ def assign(pool: Pool, now: float) -> None:
     overtaken: list[Waiter] = []
     #: Leases inside which an earlier waiter has waited long enough: later ones inside them wait for it.
     held_back: set[str] = set()
-    for request_class, waiter in pool.queue.heads():
+    for request_class, waiter in pool.queue.heads(pool.reserved_for):
         if request_class.within is not None:
             _serve_inside(pool, request_class, waiter, held_back, now)
+            continue
+        if pool.has_limits and _is_kept_back(pool, waiter):
+            _serve_by_limit(pool, request_class, withheld, now)
             continue
         gpus = _choose(pool, request_class, withheld, now) if pool.improved or not request_class.tried else None
         if gpus is not None:
@@ -43,7 +62,73 @@ def assign(pool: Pool, now: float) -> None:
         if waiter.may_reserve and now - waiter.enqueued_at >= pool.settings.max_bypass_seconds:
             overtaken.append(waiter)
             _reserve_for_first(pool, overtaken[-1:], withheld, now)
+        if request_class.declared and pool.reserved_for is not None:
+            _backfill(pool, request_class, withheld, now)
     pool.improved.clear()
+
+
+def _is_kept_back(pool: Pool, waiter: Waiter) -> bool:
+    """Whether a limit keeps it from some GPUs at least."""
+    return only_on(pool, waiter.request) is not None
+
+
+def _serve_by_limit(pool: Pool, request_class: RequestClass, withheld: Collection[str], now: float) -> bool:
+    """Serve the head of a class that a limit keeps back, if it still may share a GPU; nothing waits for it."""
+    # It is looked at again with every GPU once its account holds less.
+    request_class.tried = False
+    waiter, allocator = pool.queue.head(request_class), pool.allocator
+    if waiter is pool.reserved_for:
+        _end_reservation(pool, waiter)
+    gpus = [allocator.gpus[gpu_id] for gpu_id in only_on(pool, waiter.request) or ()]
+    chosen = allocator.best(request_class.requirements, gpus, withheld, now)
+    if chosen is None:
+        return False
+    pool.grant_waiter(waiter, chosen, now)
+    return True
+
+
+def _end_reservation(pool: Pool, waiter: Waiter) -> None:
+    pool.improve(waiter.reserved)
+    pool.reserve(waiter, ())
+
+
+def _renew_order(pool: Pool, fair_share: FairShare, now: float) -> None:
+    """Others may come before the one for whom GPUs are reserved or awaited, only because time has passed."""
+    fair_share.now = now
+    if pool.reserved_for is not None:
+        pool.improve(pool.reserved_for.reserved)
+    pool.improved.update(pool.allocator.freed)
+
+
+def _backfill(pool: Pool, request_class: RequestClass, withheld: set[str], now: float) -> None:
+    """Lend reserved GPUs to those that declare that they will be done before their turn comes."""
+    reserved_for = pool.reserved_for
+    assert reserved_for is not None
+    window = lending_window(pool, reserved_for, now)
+    if window is None:
+        return
+    seconds, lendable = window
+    for waiter in request_class.first_declared(MOST_BACKFILLED):
+        declared = waiter.request.declared_seconds
+        assert declared is not None  # as it is among those
+        if declared > seconds or pool.queue.order(waiter) < pool.queue.order(reserved_for):
+            continue
+        if pool.has_limits and _is_kept_back(pool, waiter):
+            return
+        gpus = _choose_any(pool, request_class, withheld - lendable, now)
+        if gpus is None:
+            return
+        pool.grant_waiter(waiter, gpus, now)
+        lendable -= {gpu.gpu_id for gpu in gpus}
+
+
+def _choose_any(
+    pool: Pool, request_class: RequestClass, withheld: Collection[str], now: float
+) -> tuple[GPUResourceState, ...] | None:
+    allocator, requirements = pool.allocator, request_class.requirements
+    if request_class.is_any_gpu:
+        return allocator.best_free(requirements.count, withheld, now)
+    return allocator.best(requirements, allocator.gpus.values(), withheld, now)
 
 
 def _serve_inside(pool: Pool, request_class: RequestClass, waiter: Waiter, held_back: set[str], now: float) -> None:
@@ -65,16 +150,23 @@ def _serve_inside(pool: Pool, request_class: RequestClass, waiter: Waiter, held_
 def _serve(pool: Pool, request_class: RequestClass, now: float) -> None:
     """The same for a single request class, the usual case, in which no waiter can be overtaken."""
     while request_class.waiters and request_class.within is not None:
-        waiter = request_class.head
+        waiter = pool.queue.head(request_class)
         _serve_inside(pool, request_class, waiter, set(), now)
-        if request_class.waiters and request_class.head is waiter:
+        if request_class.waiters and pool.queue.head(request_class) is waiter:
             break
     while request_class.waiters and request_class.within is None:
-        gpus = pool.allocator.best_free((), now) if request_class.is_any_gpu else _choose(pool, request_class, (), now)
+        if pool.has_limits and _is_kept_back(pool, pool.queue.head(request_class)):
+            if _serve_by_limit(pool, request_class, (), now):
+                continue
+            break
+        if request_class.is_any_gpu:
+            gpus = pool.allocator.best_free(request_class.requirements.count, (), now)
+        else:
+            gpus = _choose(pool, request_class, (), now)
         if gpus is None:
             request_class.tried = True
             break
-        pool.grant_waiter(request_class.head, gpus, now)
+        pool.grant_waiter(pool.queue.head(request_class) if request_class.lines else request_class.head, gpus, now)
     pool.improved.clear()
 
 
@@ -83,7 +175,7 @@ def _choose(
 ) -> tuple[GPUResourceState, ...] | None:
     allocator, requirements = pool.allocator, request_class.requirements
     if request_class.is_any_gpu:
-        return allocator.best_free(withheld, now)
+        return allocator.best_free(requirements.count, withheld, now)
     candidates: Iterable[GPUResourceState] = allocator.gpus.values()
     if request_class.tried:
         changed = [gpu for gpu in pool.improved.values() if allocator.is_eligible(gpu, requirements, now)]
@@ -98,7 +190,7 @@ def _reserve_for_first(pool: Pool, overtaken: list[Waiter], withheld: set[str], 
     """Reserve GPUs for the first waiter that was overtaken for long enough; later waiters cannot have them."""
     for waiter in overtaken:
         reserved_for = pool.reserved_for
-        if reserved_for is not None and reserved_for.order < waiter.order:
+        if reserved_for is not None and pool.queue.order(reserved_for) < pool.queue.order(waiter):
             return  # GPUs are reserved for an earlier one
         if not can_judge(pool.allocator, waiter):
             if waiter is reserved_for:

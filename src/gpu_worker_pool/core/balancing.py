@@ -27,6 +27,16 @@ class Availability:
         """`last_fence` already says that it had its turn."""
 
 
+class Pack:
+    """The fewest free GPUs that suffice, so that whole hosts stay free for large requests."""
+
+    def rank(self, endpoint: EndpointState) -> tuple[Any, ...]:
+        return (len(endpoint.free), endpoint.order, endpoint)
+
+    def chosen(self, endpoint: EndpointState) -> None:
+        """It has fewer free GPUs now, which is all that counts."""
+
+
 class Turns:
     """Each endpoint in its turn; one of weight 3 has three turns where one of weight 1 has one.
 
@@ -50,4 +60,6 @@ class Turns:
 def balancer_for(strategy: Strategy) -> Balancer:
     if strategy == "availability":
         return Availability()
+    if strategy == "pack":
+        return Pack()
     return Turns(is_weighted=strategy == "weighted")

@@ -48,9 +48,9 @@ class Breaker:
         #: When the next probe may be made; `None` while closed. In the past while half open.
         self.retry_at: float | None = None
         #: Failures in a row; late answers are not among them.
-        self.failures = 0
+        self.failures: int = 0
         #: How often a working endpoint was lost; a failed probe does not count again.
-        self.times_opened = 0
+        self.times_opened: int = 0
         # Doubled, because 2 to the power of `failures` would overflow some day.
         self._nominal_seconds = open_seconds
         self._not_before = -inf

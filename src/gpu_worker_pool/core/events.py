@@ -9,6 +9,10 @@ from gpu_worker_pool.core.record import record
 from gpu_worker_pool.core.requirements import ANY_GPU
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gpu_worker_pool.core.assignments import LeaseUse
+    from gpu_worker_pool.core.policy import Policy
     from gpu_worker_pool.core.readings import Reading
     from gpu_worker_pool.core.requirements import Requirements
 
@@ -39,14 +43,35 @@ class Request:
     label: str | None = None
     #: How long a grant lives without renewal; None: until it is released (an assignment within one process).
     ttl_seconds: float | None = None
-    #: Waiting requests of one account are counted together; empty: not counted.
-    account: str = ""
+    #: For whom (`core/accounts.py`); empty: nobody counts. What the first poll said is kept: a key may get a name
+    #: while its requests wait, and whose request it is, `owner` says.
+    account: str = field(default="", compare=False)
     #: The requesting process, where other processes of its host can see whether it is still there (rule 10).
     process: str = ""
     #: Not compared: the process that polls may be another one each time. What the first poll said is kept.
     origin: Origin | None = field(default=None, compare=False)
     #: The lease inside which it runs, and which it divides with the other requests inside it; None: outside any.
     within: str | None = None
+    #: The groups of its user that the policy named when it was made. What the first poll said is kept.
+    groups: tuple[str, ...] | None = field(default=None, compare=False)
+    #: True: holders in its way are asked to give their GPUs back; None: nobody is.
+    asks: bool | None = None
+    #: How long it will use its GPUs, as far as it knows: never enforced.
+    expected_seconds: float | None = None
+    #: When its lease ends at the latest, counted from the grant.
+    max_seconds: float | None = None
+
+    @property
+    def worker(self) -> str:
+        """The id of its worker; `name_of` makes its name for people."""
+        return self.worker_id or self.request_id
+
+    @property
+    def declared_seconds(self) -> float | None:
+        """How long it is expected to take; a limit counts as an expectation."""
+        if self.expected_seconds is None or self.max_seconds is None:
+            return self.max_seconds if self.expected_seconds is None else self.expected_seconds
+        return min(self.expected_seconds, self.max_seconds)
 
 
 @record
@@ -61,6 +86,22 @@ class Requested:
     #: Whether GPUs may be reserved for it: a client that waits at several servers may reserve at one only (rule 4).
     may_reserve: bool = True
     #: Names this poll, for `PollAbandoned`.
+    poll_id: str = ""
+    #: False: it is granted now or refused, whoever else waits; a fleet's dispatcher has decided that it is its turn.
+    may_wait: bool = True
+
+
+@record
+class GrantRefused:
+    """The host of this grant did not keep it: its request waits again, in its place (in a fleet's dispatcher)."""
+
+    lease_id: str
+    #: Its order of arrival, and the rest of what it had while it waited.
+    ticket: int
+    deadline: float | None = None
+    poll_deadline: float | None = None
+    gives_up_at: float | None = None
+    may_reserve: bool = True
     poll_id: str = ""
 
 
@@ -81,6 +122,8 @@ class Released:
     by: str | None = None
     #: The fence the holder knows, if it says one; an outdated one changes nothing.
     fence: int | None = None
+    #: What the process that releases it has seen of its use; None: nothing.
+    use: LeaseUse | None = None
 
 
 @record
@@ -90,6 +133,17 @@ class Renewed:
     lease_id: str
     by: str | None = None
     fence: int | None = None
+    #: Its holder says that it is not idle, whatever readings show.
+    is_busy: bool = False
+
+
+@record
+class LeaveRequested:
+    """Somebody asks a holder to give its GPUs back; it need not."""
+
+    lease_id: str
+    #: Who, or why, for the holder to read.
+    reason: str
 
 
 @record
@@ -130,6 +184,20 @@ class Observed:
 
 
 @record
+class UseSeen:
+    """How held leases were used, by their ids; what another process has seen later is kept."""
+
+    uses: Mapping[str, LeaseUse]
+
+
+@record
+class PolicyRead:
+    """The policy of the ledger, which replaces the one before. It is not stored in the pool."""
+
+    policy: Policy
+
+
+@record
 class Unreachable:
     """An endpoint does not answer, or not yet: its GPUs are not counted, and its leases stay."""
 
@@ -152,12 +220,13 @@ class Ticked:
 
 @record
 class Resumed:
-    """No process served the ledger for a while: every lease and every waiter gets one full TTL (rule 10).
+    """No process served the ledger for a while, which counts for no lease and no waiter (rule 10).
 
-    The ledger knows that from the time of its last transaction, and submits this before anything else.
+    The ledger knows that from its last stamp (`core/service.py`), and submits this before anything else.
     """
 
-    unserved_seconds: float
+    #: None: unknown, as after a reboot.
+    unserved_seconds: float | None
 
 
 @record
@@ -167,14 +236,18 @@ class Stopped:
 
 Event = (
     Requested
+    | GrantRefused
     | Cancelled
     | Released
     | Renewed
+    | LeaveRequested
     | PollAbandoned
     | Resumed
     | HolderGone
     | QuarantineEnded
     | Observed
+    | UseSeen
+    | PolicyRead
     | Unreachable
     | GPUsVanished
     | Ticked

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from gpu_worker_pool.core.accounts import account_name
+from gpu_worker_pool.core.events import Request
 from gpu_worker_pool.core.inside import enclosure_of, holds_back_later, obstacles_inside
+from gpu_worker_pool.core.limits import never_allowed, only_on, why_kept_back
 from gpu_worker_pool.core.obstacles import Obstacle, ObstacleKind, obstacles
 from gpu_worker_pool.core.origins import name_of, own_process
 from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.record import record
 from gpu_worker_pool.core.reservation import gpus_to_await
+from gpu_worker_pool.wording import spoken_gpu_seconds
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.core.events import Request
     from gpu_worker_pool.core.inside import Enclosure
     from gpu_worker_pool.core.pool import Pool
     from gpu_worker_pool.core.requirements import Requirements
@@ -50,6 +53,8 @@ class Explanation:
     is_queued: bool
     #: The lease inside which it runs; its place is that among the requests inside it.
     within: str | None = None
+    #: Why another account comes first, although it asked later; empty if none does.
+    fairness: str = ""
 
     @property
     def summary(self) -> str:
@@ -62,7 +67,8 @@ class Explanation:
         if self.is_queued:
             place = "next in line; " if position == 1 else f"number {position} in line; "
         where = "" if self.within is None else f", inside {self.within}"
-        return f"{self.requirements}{where}: {place}{self.verdict}"
+        fairness = f"; {self.fairness}" if self.fairness and self.is_queued and position > 1 else ""
+        return f"{self.requirements}{where}: {place}{self.verdict}{fairness}"
 
     def __str__(self) -> str:
         return "\n".join([self.summary, *(f"  {gpu}" for gpu in self.gpus)])
@@ -95,7 +101,7 @@ def _explain(
     request: Request | None,
     now: float,
 ) -> Explanation:
-    order = (-requirements.priority, pool.ticket + 1) if waiter is None else waiter.order
+    order = pool.queue.order(waiter or Waiter(_as_if(requirements, within, request), pool.ticket + 1, pool.now))
     position = pool.queue.position(order, within)
     waiting_seconds = 0.0 if waiter is None else now - waiter.enqueued_at
     around = None if within is None else enclosure_of(pool.leases, within)
@@ -105,6 +111,7 @@ def _explain(
         candidates = [] if around is None else pool.leases.gpus_of(around.lease)
         withheld = {} if around is None else _withheld_inside(pool, around, order, now)
 
+    allowed = None if request is None else only_on(pool, request)
     gpus = []
     for gpu in candidates:
         if (gpu.is_gone or gpu.last_seen is None) and not gpu.leases:
@@ -114,26 +121,64 @@ def _explain(
             if around is None
             else obstacles_inside(gpu, requirements, around, pool.settings, now, request)
         )
+        if allowed is not None and gpu.gpu_id not in allowed:
+            text = why_kept_back(pool, request) if request is not None else None
+            found.append(Obstacle(ObstacleKind.LIMIT, text or "its account holds as many GPUs as it may"))
         if gpu.gpu_id in withheld:
             found.append(Obstacle(ObstacleKind.RESERVED, f"reserved for {withheld[gpu.gpu_id]}"))
         name = gpu.last_seen.name if gpu.last_seen is not None else None
         gpus.append(GPUExplanation(gpu.gpu_id, gpu.endpoint.endpoint_id, name, tuple(found)))
-    impossible = pool.impossible(requirements, within)
+    refused = () if request is None else never_allowed(pool, request)
+    impossible = refused or pool.impossible(requirements, within)
+    kept_back = None if request is None else why_kept_back(pool, request)
     verdict, is_queued = _verdict(pool, requirements, gpus, impossible)
+    if kept_back is not None and not impossible:
+        verdict, is_queued = f"kept back by the policy: {kept_back}", True
     own = sum(any(obstacle.is_own for obstacle in gpu.obstacles) for gpu in gpus)
     if own and is_queued and request is not None:
         what = "it" if len(gpus) == 1 else f"{own} of them"
         verdict += f"; {own_process(request)} holds {what}: release {'it' if own == 1 else 'them'} first"
-    return Explanation(requirements, position, waiting_seconds, tuple(gpus), impossible, verdict, is_queued, within)
+    fairness = "" if waiter is None or within is not None else _fairness(pool, waiter)
+    return Explanation(
+        requirements, position, waiting_seconds, tuple(gpus), impossible, verdict, is_queued, within, fairness
+    )
 
 
-def _withheld(pool: Pool, order: tuple[int, int], now: float) -> dict[str, str]:
+def _as_if(requirements: Requirements, within: str | None, request: Request | None) -> Request:
+    """Such a request of the same account, or of none."""
+    return Request("", requirements, within=within, account="" if request is None else request.account)
+
+
+def _fairness(pool: Pool, waiter: Waiter) -> str:
+    """Which account comes before this one's because it used less."""
+    fair_share, order = pool.fair_share, pool.queue.order(waiter)
+    if fair_share is None:
+        return ""
+    later = [
+        first
+        for _, first in pool.queue.heads()
+        if first.ticket > waiter.ticket
+        and first.request.within is None
+        and first.request.account != waiter.request.account
+        and first.request.requirements.priority == waiter.request.requirements.priority
+        and pool.queue.order(first) < order
+    ]
+    if not later:
+        return ""
+    request = later[0].request
+    name = account_name(request.account, request.origin)
+    theirs = spoken_gpu_seconds(fair_share.used(request.account, fair_share.now))
+    ours = spoken_gpu_seconds(fair_share.used(waiter.request.account, fair_share.now))
+    return f"account {name} is before yours: it used {theirs} lately, yours {ours}"
+
+
+def _withheld(pool: Pool, order: tuple[Any, ...], now: float) -> dict[str, str]:
     """The GPUs that are withheld from this place in the order, and for which earlier waiter."""
     withheld = {}
-    for request_class, earlier in pool.queue.heads():
-        if earlier.order >= order:
+    for request_class, earlier in pool.queue.heads(pool.reserved_for):
+        if pool.queue.order(earlier) >= order:
             break
-        if request_class.within is not None:
+        if request_class.within is not None or only_on(pool, earlier.request) is not None:
             continue
         name = name_of(earlier.request, pool.settings.host)
         for gpu_id in gpus_to_await(pool.allocator, request_class.requirements, now):
@@ -144,11 +189,11 @@ def _withheld(pool: Pool, order: tuple[int, int], now: float) -> dict[str, str]:
     return withheld
 
 
-def _withheld_inside(pool: Pool, around: Enclosure, order: tuple[int, int], now: float) -> dict[str, str]:
+def _withheld_inside(pool: Pool, around: Enclosure, order: tuple[Any, ...], now: float) -> dict[str, str]:
     """The same for a request inside a lease: all its GPUs, once an earlier one inside it has waited long enough."""
     gpus = pool.leases.gpus_of(around.lease)
     for earlier in pool.queue.inside(around.lease.lease_id):
-        if earlier.order >= order:
+        if pool.queue.order(earlier) >= order:
             break
         if holds_back_later(gpus, earlier, around, pool.settings, now):
             return {gpu.gpu_id: f"{earlier.worker}, which has waited longer" for gpu in gpus}

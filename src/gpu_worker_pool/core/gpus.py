@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.assignments import HeldGPU
 from gpu_worker_pool.core.ranked import RankedSet
+from gpu_worker_pool.core.record import record
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.assignments import Lease
@@ -32,12 +33,28 @@ class EndpointState:
     begun_at: float = -math.inf
     #: The GPUs that a request for any GPU could have now, best first (rule 3).
     free: RankedSet[GPUResourceState] = field(default_factory=RankedSet)
+    #: Whether any reading showed one: a request for several GPUs cannot have those.
+    has_mig_devices: bool = False
+    #: Whether some of its GPUs are nearer to each other than others.
+    has_distances: bool = False
     #: For the balancing strategies.
     last_fence: int = 0
     turn: float = 0.0
 
     def __repr__(self) -> str:
         return f"<{self.endpoint_id or 'endpoint'}: {len(self.free)} of {self.present} GPUs free>"
+
+
+@record
+class GPUHolders:
+    """What requests that share need to know of the leases on a GPU."""
+
+    #: Those that do not share it.
+    unshared: tuple[Lease, ...]
+    #: What all of them declared; infinite if one declared nothing.
+    declared_mb: float
+    #: The lowest fence; None without a lease.
+    first: Lease | None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -49,6 +66,7 @@ class GPUResourceState:
     #: Memory and utilization added up, to rank by; what is unknown counts as 100 %.
     usage_percent: float = 200.0
     index: int = 0
+    is_mig_device: bool = False
     #: The last reading there was, for what does not change: a missing GPU is still part of the host.
     last_seen: Reading | None = None
     #: True once it no longer exists, as happens to MIG devices.
@@ -59,6 +77,8 @@ class GPUResourceState:
     is_usable: bool = False
     #: All leases on it: held, offered and in quarantine. Each stands for those inside it.
     leases: dict[str, Lease] = field(default_factory=dict)
+    #: What `holders` returned last; the tracker of assignments sets it to None when one of `leases` changes.
+    known_holders: GPUHolders | None = None
     #: The leases inside those.
     inner_leases: dict[str, Lease] = field(default_factory=dict)
     #: When the last lease on it ended, and how many readings were requested since (rule 8).
@@ -105,15 +125,26 @@ class GPUResourceState:
         used_before = self._first_held().memory_used_mb
         if used_before is None:
             return None
-        declared = sum(lease.request.requirements.memory_mb or math.inf for lease in self.leases.values())
-        return reading.memory_total_mb - max(reading.memory_used_mb, used_before + declared)
+        return reading.memory_total_mb - max(reading.memory_used_mb, used_before + self.holders().declared_mb)
 
     def before_leases(self) -> HeldGPU | None:
         """Its state before the first of its holders; None without a lease."""
         return self._first_held() if self.leases else None
 
+    def holders(self) -> GPUHolders:
+        """Added up again only after a change: thousands may share a GPU, and every request looks at every GPU."""
+        if self.known_holders is None:
+            leases = self.leases.values()
+            self.known_holders = GPUHolders(
+                tuple([lease for lease in leases if not lease.is_shareable]),
+                sum(lease.request.requirements.memory_mb or math.inf for lease in leases),
+                min(leases, key=lambda lease: lease.fence, default=None),
+            )
+        return self.known_holders
+
     def _first_held(self) -> HeldGPU:
-        first = min(self.leases.values(), key=lambda lease: lease.fence)
+        first = self.holders().first
+        assert first is not None  # else it is not asked for
         return first.held[first.gpu_ids.index(self.gpu_id)]
 
     def __repr__(self) -> str:

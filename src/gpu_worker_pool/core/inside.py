@@ -18,6 +18,7 @@ from gpu_worker_pool.core.obstacles import (
     free_memory_obstacles,
     holder_obstacles,
     left_memory_obstacles,
+    size_obstacles,
 )
 from gpu_worker_pool.core.record import record
 
@@ -86,9 +87,7 @@ def obstacles_inside(
 def _lasting_obstacles(reading: Reading, requirements: Requirements, around: Enclosure) -> Iterator[Obstacle]:
     """Why this GPU could never serve the request inside this lease."""
     yield from choice_obstacles(reading, requirements)
-    total, needed = reading.memory_total_mb, requirements.needed_memory_mb
-    if total is not None and needed > total:
-        yield Obstacle(ObstacleKind.TOO_SMALL, f"has {total:g} MB in all, {needed:g} MB are needed", total, needed)
+    yield from size_obstacles(reading, requirements)
     reserved = requirements.memory_mb
     if around.memory_mb is not None and reserved is not None and reserved > around.memory_mb:
         text = f"{around.lease.lease_id} has {around.memory_mb:g} MB of it, {reserved:g} MB are needed"

@@ -6,9 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.inside import enclosure_of, holds_back_later
+from gpu_worker_pool.core.limits import only_on
 from gpu_worker_pool.core.moves import LeaseState, RequestState
 from gpu_worker_pool.core.requirements import ANY_GPU
-from gpu_worker_pool.core.reservation import gpus_to_await
+from gpu_worker_pool.core.reservation import gpus_to_await, lending_window
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.pool import Pool
@@ -27,6 +28,7 @@ def check_invariants(pool: Pool) -> None:
     _check_requests(pool)
     _check_queue(pool)
     _check_index(pool)
+    _check_use(pool)
     _check_timers(pool)
     _check_nothing_forgotten(pool)
 
@@ -37,6 +39,9 @@ def _check_leases(pool: Pool) -> None:
         for lease in (*gpu.leases.values(), *gpu.inner_leases.values()):
             must(pool.leases.lookup(lease.lease_id) is lease, f"{gpu} and the pool disagree about {lease.lease_id}")
         is_shared_by_all = all(lease.is_shareable for lease in gpu.leases.values())
+        if (known := gpu.known_holders) is not None:
+            gpu.known_holders = None
+            must(gpu.holders() == known, f"{gpu} remembers other holders than it has")
         must(len(gpu.leases) <= 1 or is_shared_by_all, f"{gpu} is granted twice")
     fences = [lease.fence for lease in pool.leases]
     must(len(set(fences)) == len(fences), "two leases have the same fence")
@@ -49,7 +54,19 @@ def _check_leases(pool: Pool) -> None:
         on_them = [gpu.inner_leases if is_inner else gpu.leases for gpu in gpus]
         must(all(on_it.get(lease.lease_id) is lease for on_it in on_them), f"{lease} is not on its GPU")
         must({gpu.endpoint.endpoint_id for gpu in gpus} == {lease.endpoint_id}, f"{lease} spans endpoints")
+        if lease.ends_at is not None and lease.state is LeaseState.HELD:
+            is_limited = lease.expires_at is not None and lease.expires_at <= lease.ends_at + 1e-6
+            must(is_limited, f"{lease} outlives its time limit")
     on_gpus = {lease_id for gpu in pool.allocator.gpus.values() for lease_id in (*gpu.leases, *gpu.inner_leases)}
+    held_by: dict[str, set[str]] = {}
+    for lease in pool.leases:
+        if lease.request.account and lease.within is None:
+            held_by.setdefault(lease.request.account, set()).update(lease.gpu_ids)
+    accounts = {lease.request.account for lease in pool.leases} | set(held_by)
+    must(
+        all(set(pool.leases.held_by(account)) == held_by.get(account, set()) for account in accounts if account),
+        "what an account holds is counted wrongly",
+    )
     must(on_gpus == {lease.lease_id for lease in pool.leases}, "a GPU has a lease that has ended")
 
 
@@ -77,11 +94,11 @@ def _check_requests(pool: Pool) -> None:
     remembered = {outcome.request.request_id: outcome for outcome in pool.outcomes}
     must(pool.requests == {**waiting, **holding, **remembered}, "the index of requests is wrong")
     must(len(pool.requests) == len(waiting) + len(holding) + len(remembered), "a request is in two places")
-    tally = pool.tally
+    tally, grants = pool.tally, pool.fence - pool.first_fence
     ended = sum(tally[state] for state in RequestState)
-    must(pool.ticket == len(waiting) + ended + pool.fence, "a request ended twice, or never")
+    must(pool.ticket == len(waiting) + ended + grants, "a request ended twice, or never")
     over = sum(tally[state] for state in LeaseState)
-    must(pool.fence == len(holding) + over, "a lease is neither held nor ended, or both")
+    must(grants == len(holding) + over, "a lease is neither held nor ended, or both")
 
 
 def _check_queue(pool: Pool) -> None:
@@ -93,6 +110,7 @@ def _check_queue(pool: Pool) -> None:
             all(
                 (waiter.request.requirements, waiter.request.within)
                 == (request_class.requirements, request_class.within)
+                and request_class.account in ("", waiter.request.account)
                 for waiter in request_class.waiters.values()
             ),
             "a waiter is in the wrong request class",
@@ -116,8 +134,7 @@ def _check_queue(pool: Pool) -> None:
     must(not pool.improved and not pool.has_new_class, "a waiter was not tried")
     for waiter in pool.queue.in_order():
         must(
-            waiter.request_class is pool.queue.request_class(waiter.request.requirements, waiter.request.within)
-            and waiter.state is RequestState.WAITING,
+            waiter.request_class is pool.queue.class_of(waiter.request) and waiter.state is RequestState.WAITING,
             f"{waiter} has ended and still waits",
         )
         must(waiter is reserved_for or not waiter.reserved, "GPUs are reserved for two waiters")
@@ -133,6 +150,24 @@ def _check_index(pool: Pool) -> None:
             for gpu in endpoint.gpus.values():
                 is_eligible = allocator.is_eligible(gpu, ANY_GPU, pool.now)
                 must((gpu in endpoint.free) == is_eligible, f"{gpu} is indexed wrongly")
+
+
+def _check_use(pool: Pool) -> None:
+    """Exactly the leases that are held or offered count, each for its account."""
+    fair_share = pool.fair_share
+    if fair_share is None:
+        return
+    expected: dict[str, float] = {}
+    for lease in pool.leases:
+        account = lease.request.account
+        if lease.is_live and account and lease.request.within is None:
+            weight = fair_share.weights.get(lease.lease_id, 0.0)
+            must(0 < weight <= len(lease.gpu_ids), f"{lease} counts as {weight} GPUs")
+            must(lease.is_shareable or weight == len(lease.gpu_ids), f"{lease} counts as {weight} GPUs")
+            expected[account] = expected.get(account, 0.0) + weight
+    for account in {use.account for use in fair_share.uses()}:
+        rate = fair_share.gpus_of(account)
+        must(abs(rate - expected.get(account, 0.0)) < 1e-6, f"{account} counts as using {rate} GPUs")
 
 
 def _check_timers(pool: Pool) -> None:
@@ -156,6 +191,7 @@ def _check_nothing_forgotten(pool: Pool) -> None:
     allocator, reserved_for = pool.allocator, pool.reserved_for
     withheld: set[str] = set()
     held_back: set[str] = set()
+    lent: tuple[float, set[str]] | None = None
     for waiter in pool.queue.in_order():
         requirements, within = waiter.request.requirements, waiter.request.within
         if within is not None:
@@ -167,7 +203,21 @@ def _check_nothing_forgotten(pool: Pool) -> None:
                 if holds_back_later(gpus, waiter, around, pool.settings, pool.now):
                     held_back.add(within)
             continue
+        allowed = only_on(pool, waiter.request)
+        if allowed is not None:
+            # A limit keeps it back: it blocks nobody, and nothing is reserved for it.
+            must(waiter is not reserved_for, f"GPUs are reserved for {waiter}, which a limit keeps back")
+            gpus = [allocator.gpus[gpu_id] for gpu_id in allowed]
+            found = allocator.best(requirements, gpus, withheld, pool.now)
+            must(found is None, f"{waiter.request.request_id} waits although its limit leaves it {found}")
+            continue
         found = allocator.best(requirements, allocator.gpus.values(), withheld, pool.now)
         must(found is None, f"{waiter.request.request_id} waits although it could have {found}")
+        declared = waiter.request.declared_seconds
+        if lent is not None and declared is not None and declared <= lent[0]:
+            found = allocator.best(requirements, allocator.gpus.values(), withheld - lent[1], pool.now)
+            must(found is None, f"{waiter.request.request_id} waits although {found} could be lent to it")
+        if waiter is reserved_for:
+            lent = lending_window(pool, waiter, pool.now)
         withheld.update(gpus_to_await(allocator, requirements, pool.now))
         withheld.update(waiter.reserved if waiter is reserved_for else ())

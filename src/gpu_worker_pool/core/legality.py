@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from gpu_worker_pool.core.limits import check_waiting
 from gpu_worker_pool.core.moves import LeaseState
 from gpu_worker_pool.core.remembered import Outcome
 from gpu_worker_pool.errors import (
@@ -12,13 +13,22 @@ from gpu_worker_pool.errors import (
     LeaseEndedError,
     NotYourLeaseError,
     RequestMismatchError,
+    TooManyLeasesError,
     TooManyWaitingError,
     UnknownLeaseError,
 )
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.assignments import Lease
-    from gpu_worker_pool.core.events import Cancelled, QuarantineEnded, Released, Renewed, Requested
+    from gpu_worker_pool.core.events import (
+        Cancelled,
+        GrantRefused,
+        LeaveRequested,
+        QuarantineEnded,
+        Released,
+        Renewed,
+        Requested,
+    )
     from gpu_worker_pool.core.pool import Pool
     from gpu_worker_pool.core.queue import Waiter
 
@@ -31,15 +41,43 @@ def check_requested(pool: Pool, event: Requested, now: float) -> None:
     request = event.request
     if request.ttl_seconds is not None and not 0 < request.ttl_seconds < math.inf:
         raise IllegalEventError(f"ttl_seconds must be a number above 0, not {request.ttl_seconds!r}")
+    if (seconds := request.expected_seconds) is not None and not 0 < seconds < math.inf:
+        raise IllegalEventError(f"expected_seconds must be a number above 0, not {seconds!r}")
+    if (seconds := request.max_seconds) is not None and not 0 < seconds < math.inf:
+        raise IllegalEventError(f"max_seconds must be a number above 0, not {seconds!r}")
     if request.request_id in pool.requests and (known := _known(pool, request.request_id, now)) is not None:
         if known.request != request:
             raise RequestMismatchError(
                 f"request id {request.request_id!r} was used for another request; choose a new id"
             )
         return
-    most = pool.settings.most_waiting_of_an_account
-    if most is not None and request.account and pool.queue.of_account(request.account) >= most:
+    if request.account and event.may_wait:  # else the dispatcher of its fleet has counted it
+        _check_account(pool, request.account)
+    if (most := pool.settings.most_leases) is not None and pool.queue.waiting + len(pool.leases) >= most:
+        raise TooManyLeasesError(
+            f"there are {most} leases and waiting requests, as many as this server allows: wait until some are "
+            "released, or let an administrator raise GPU_POOL_MOST_LEASES"
+        )
+    if pool.has_limits and event.may_wait:
+        check_waiting(pool, request)
+
+
+def check_grant_refused(pool: Pool, event: GrantRefused, now: float) -> None:  # at any time
+    if pool.leases.lookup(event.lease_id) is None:
+        raise UnknownLeaseError(f"there is no {event.lease_id}, or it has ended")
+
+
+def _check_account(pool: Pool, account: str) -> None:
+    settings, waiting = pool.settings, pool.queue.of_account(account)
+    if (most := settings.most_waiting_of_an_account) is not None and waiting >= most:
         raise TooManyWaitingError(f"{most} requests of yours wait already; wait for one of them, or cancel it")
+    # What waits counts, too: it may all be granted at once.
+    most = settings.most_leases_of_an_account
+    if most is not None and waiting + pool.leases.of_account(account) >= most:
+        raise TooManyLeasesError(
+            f"you have {most} leases and waiting requests, as many as this server allows one caller: release one, or "
+            "let an administrator raise GPU_POOL_MOST_LEASES_OF_A_CALLER"
+        )
 
 
 def check_cancelled(pool: Pool, event: Cancelled, now: float) -> None:
@@ -72,6 +110,14 @@ def check_renewed(pool: Pool, event: Renewed, now: float) -> None:
     _check_not_lost(pool, lease, now)
     if lease.state is LeaseState.OFFERED:
         raise IllegalEventError(f"{event.lease_id} is not claimed yet; repeat the request with its id")
+
+
+def check_leave_requested(pool: Pool, event: LeaveRequested, now: float) -> None:
+    lease = pool.leases.lookup(event.lease_id)
+    if lease is None:
+        raise UnknownLeaseError(f"there is no {event.lease_id}, or it has ended")
+    if lease.state is not LeaseState.HELD:
+        raise IllegalEventError(f"{event.lease_id} is not held by anybody who could give it back")
 
 
 def _why_it_ended(outcome: Outcome | None) -> str:
@@ -112,6 +158,5 @@ def _check_holder(pool: Pool, event: Released | Renewed, now: float) -> Lease | 
 def _check_not_lost(pool: Pool, lease: Lease, now: float) -> None:
     if lease.quarantine is not None:
         raise LeaseEndedError(f"{lease.lease_id} was lost: {lease.quarantine.reason}")
-    ends_at = pool.timers.get("lease", lease.lease_id)
-    if ends_at is not None and ends_at <= now:
-        raise LeaseEndedError(f"{lease.lease_id} was lost: its lease was not renewed in time")
+    if pool.is_overdue(lease, now):
+        raise LeaseEndedError(f"{lease.lease_id} was lost: {lease.why_expired(now)}")

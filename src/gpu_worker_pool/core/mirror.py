@@ -26,7 +26,7 @@ class MirrorPool(Pool):
         raise IllegalEventError(f"this pool only shows what others decided, and takes no {type(event).__name__}")
 
     def advance(self, now: float) -> None:
-        self.now = max(self.now, now)
+        self.now: float = max(self.now, now)
 
     def observe(self, endpoint_id: str, readings: Iterable[Reading], begun_at: float) -> None:
         known = self.allocator.endpoint(endpoint_id).gpus

@@ -55,6 +55,7 @@ class ObstacleKind(StrEnum):
     LEASED_ELSEWHERE = "promised_elsewhere"
     TOO_LITTLE_LEFT = "too_little_left"
     RESERVED = "kept"
+    LIMIT = "limit"
 
 
 @record
@@ -103,9 +104,7 @@ def age_obstacles(gpu: GPUResourceState, settings: PoolSettings, now: float) -> 
 def lasting_obstacles(reading: Reading, requirements: Requirements, settings: PoolSettings) -> Iterator[Obstacle]:
     """Why this GPU could never serve the request, whatever it is doing (rule 5)."""
     yield from choice_obstacles(reading, requirements)
-    needed, total = requirements.needed_memory_mb, reading.memory_total_mb
-    if total is not None and needed > total:
-        yield Obstacle(ObstacleKind.TOO_SMALL, f"has {total:g} MB in all, {needed:g} MB are needed", total, needed)
+    yield from size_obstacles(reading, requirements)
     if reading.has_unified_memory and not reading.reports_processes:
         # Else such a request would wait for ever: nothing will ever show that the GPU is free.
         text = "its memory is the host's, and its driver cannot list processes, so nothing shows whether it is "
@@ -119,6 +118,12 @@ def lasting_obstacles(reading: Reading, requirements: Requirements, settings: Po
     ):
         if limit is not None and limit <= 0:
             yield Obstacle(ObstacleKind.THRESHOLD_IS_ZERO, f"nothing is below a {name} threshold of 0 %", None, 0.0)
+
+
+def size_obstacles(reading: Reading, requirements: Requirements) -> Iterator[Obstacle]:
+    needed, total = requirements.needed_memory_mb, reading.memory_total_mb
+    if total is not None and needed > total:
+        yield Obstacle(ObstacleKind.TOO_SMALL, f"has {total:g} MB in all, {needed:g} MB are needed", total, needed)
 
 
 def choice_obstacles(reading: Reading, requirements: Requirements) -> Iterator[Obstacle]:
@@ -243,7 +248,8 @@ def lease_obstacles(
     """Leases of others. Rule 2: one worker per GPU, unless all of them declare memory and share."""
     if gpu.reading is not None and gpu.reading.is_leased_elsewhere:
         yield Obstacle(ObstacleKind.LEASED_ELSEWHERE, "leased by its server to another client")
-    yield from holder_obstacles(gpu.leases.values(), requirements, settings, now, request)
+    holders = gpu.holders().unshared if requirements.share else gpu.leases.values()
+    yield from holder_obstacles(holders, requirements, settings, now, request)
     needed = requirements.memory_mb
     if needed is not None:
         yield from left_memory_obstacles(gpu.memory_left_mb(), needed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from gpu_worker_pool.core.accounts import key_name
 from gpu_worker_pool.core.events import Origin
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ def vouched(said: Origin | None, *, user: str | None, host: str | None, pid: int
 
 def name_of(request: Request, here: str = "") -> str:
     """A holder or waiter in a sentence: "ada's train.py (pid 4242)". `here`: the host that need not be named."""
-    worker = request.worker_id or request.request_id
+    key, worker = key_name(request.account), request.worker
+    if key is not None:  # what the key says is sure; a client need not say who it is
+        worker = f"{key}'s {request.worker_id}" if request.worker_id else key
     return worker if request.origin is None else described(request.origin, worker, here, of="'s ")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
@@ -55,8 +55,26 @@ class RankedSet(Generic[Item]):
             heappush(self._heap, entry)
         return item
 
+    def best_of(self, number: int, is_acceptable: Callable[[Item], bool] | None = None) -> list[Item]:
+        """As many of the best that are acceptable, if there are; costs something for each that is looked at."""
+        found: list[Item] = []
+        looked_at: dict[Item, tuple[Any, ...]] = {}
+        while len(found) < number and (item := self.best()) is not None:
+            entry = heappop(self._heap)
+            # A member that left and came back with the same rank is in the heap twice.
+            if item not in looked_at and (is_acceptable is None or is_acceptable(item)):
+                found.append(item)
+            looked_at[item] = entry
+        for entry in looked_at.values():
+            heappush(self._heap, entry)
+        return found
+
     def __len__(self) -> int:
         return len(self._rank)
+
+    def __iter__(self) -> Iterator[Item]:
+        """In no order."""
+        return iter(self._rank)
 
     def __contains__(self, item: object) -> bool:
         return item in self._rank

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from gpu_worker_pool.core.record import frozen
 from gpu_worker_pool.wording import spoken_mb, spoken_seconds
 
 #: No GPU has more: larger values, and NaN, are reading errors.
 LARGEST_MB = 1e12
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ProcessReading:
     """A process seen on a GPU."""
 
@@ -35,7 +34,7 @@ class ProcessReading:
         return f"{self}{memory}{since}"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reading:
     """One GPU at one moment.
 
@@ -71,6 +70,13 @@ class Reading:
     is_mig_device: bool = False
     #: Leased by its server, as seen by a client that assigns in process.
     is_leased_elsewhere: bool = False
+    #: Its host in a fleet, which requests may name instead of single GPUs; empty: there is only one.
+    host: str = ""
+    #: Its index there, where `index` is its number in the whole fleet.
+    host_index: int | None = None
+    #: By index, how far the GPUs of its host are from it: 0 by NVLink, else as NVML counts (10: the same PCIe switch, …
+    #: 50: another socket). None, or missing: unknown. Empty where all are equally far.
+    distances: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         for field, upper in (

@@ -9,12 +9,14 @@ import math
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.core.assignments import Lease
-from gpu_worker_pool.core.queue import RequestClass, Waiter
+from gpu_worker_pool.core.moves import LeaseState
+from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from gpu_worker_pool.core.fair_share import Use
     from gpu_worker_pool.core.gpus import GPUResourceState
     from gpu_worker_pool.core.pool import Pool
     from gpu_worker_pool.core.remembered import Outcome
@@ -48,15 +50,22 @@ class Counters:
 
 
 def replicate(
-    pool: Pool, news: Iterable[Waiter | Lease | Outcome], histories: Iterable[GPUHistory], counters: Counters | None
+    pool: Pool,
+    news: Iterable[Waiter | Lease | Outcome],
+    histories: Iterable[GPUHistory],
+    counters: Counters | None,
+    uses: Iterable[Use] = (),
 ) -> None:
-    histories = list(histories)
+    histories, is_new = list(histories), counters is not None and pool.ticket == 0
     if counters is not None:
         pool.fence, pool.ticket, pool.now = counters.fence, counters.ticket, max(pool.now, counters.now)
+        pool.leases.now = pool.now
         pool.tally.update({state: counters.tally.get(state, 0) for state in pool.tally})
     touched = {history.gpu_id: pool.allocator.gpu(history.gpu_id, history.endpoint_id) for history in histories}
     for known in news:
         touched.update(_replicate(pool, known))
+    if pool.fair_share is not None:
+        pool.fair_share.replicate(uses)  # after the leases: this says exactly when they began and ended
     for history in histories:
         gpu = touched[history.gpu_id]
         gpu.last_fence, gpu.read_after = history.last_fence, history.read_after
@@ -67,6 +76,8 @@ def replicate(
                 pool.allocator.freed[gpu.gpu_id] = gpu  # this process may have to read it
             if gpu.reading is not None and gpu.endpoint.begun_at > gpu.freed_at:
                 gpu.baseline = gpu.baseline_of(gpu.reading)  # it was read here since
+    if is_new:
+        pool.first_fence = pool.fence - len(pool.leases) - sum(pool.tally[state] for state in LeaseState)
     pool.allocator.reindex(touched.values())
     for request_class in pool.queue.request_classes():
         request_class.tried = False
@@ -114,9 +125,9 @@ def _replicate(pool: Pool, known: Waiter | Lease | Outcome) -> dict[str, GPUReso
 
 
 def _enqueue(pool: Pool, waiter: Waiter) -> None:
-    requirements, within = waiter.request.requirements, waiter.request.within
-    request_class = pool.queue.request_class(requirements, within) or RequestClass(
-        requirements, within, is_any_gpu=within is None and pool.allocator.is_any_gpu(requirements)
+    request = waiter.request
+    request_class = pool.queue.class_of(request) or pool.queue.new_class(
+        request, is_any_gpu=request.within is None and pool.allocator.is_any_gpu(request.requirements)
     )
     waiter.is_replicated = True
     pool.queue.enqueue(waiter, request_class)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.readings import Reading
@@ -26,7 +26,7 @@ class Requirements:
     min_free_memory_mb: float | None = None
     #: Part of the GPU's name, in any case.
     gpu_model: str | None = None
-    #: Ids, indices or UUIDs (or the beginning of one).
+    #: Ids, indices or UUIDs (or the beginning of one); in a fleet also hosts.
     only: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
     #: "idle": no foreign process computes there, and no memory in use is unexplained; thresholds count only if named.
@@ -108,8 +108,10 @@ class Requirements:
 
 
 def names_gpu(name: str, reading: Reading) -> bool:
-    """Whether a user's `name` means this GPU: its id, its index, its UUID or the beginning of that."""
+    """Whether a user's `name` means this GPU: its id, its index, its host, `HOST:INDEX`, its UUID or its beginning."""
     if name == reading.gpu_id or name == str(reading.index):
+        return True
+    if reading.host and name in (reading.host, f"{reading.host}:{reading.host_index}"):
         return True
     uuid = reading.uuid
     return uuid is not None and name.startswith(("GPU-", "MIG-")) and uuid.startswith(name)
@@ -133,6 +135,27 @@ def _is_integer(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class Declared(NamedTuple):
+    """How long a request says that it takes. Not a requirement: every GPU serves it, and equal requests may differ."""
+
+    expected_seconds: float | None = None
+    max_seconds: float | None = None
+
+
+#: What most requests declare.
+NOTHING_DECLARED = Declared()
+
+
+def make_declared(expected_seconds: float | None, max_seconds: float | None) -> Declared:
+    """Raises a `ValueError` for what is no duration."""
+    if expected_seconds is None and max_seconds is None:
+        return NOTHING_DECLARED
+    for name, value in (("expected_seconds", expected_seconds), ("max_seconds", max_seconds)):
+        if value is not None and not (_is_number(value) and 0 < value < math.inf):
+            raise ValueError(f"{name} must be a number above 0, not {value!r}")
+    return Declared(expected_seconds, max_seconds)
 
 
 #: No special requirements: what `request_gpu()` requests by default; answered from an index of free GPUs.

@@ -3,23 +3,40 @@
 Rule 4, the bound on being overtaken: GPUs are reserved for a waiter that others have overtaken for long enough: as many
 GPUs of one endpoint as it requested, of those it could have now or as soon as the leases on them end. If there are too
 few, none is reserved: a GPU that a foreign process fills may stay full for ever, and must not block other waiters.
+
+Of several endpoints it gets the one whose leases are the youngest, by the oldest of those in its way: what has run for
+long will run for long. It stays there until another one, where something has changed, would serve it sooner.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
+from gpu_worker_pool.core.expectations import expected_end, sure_seconds
 from gpu_worker_pool.core.obstacles import lasting_obstacles, lease_obstacles
+from gpu_worker_pool.core.record import record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gpu_worker_pool.core.allocator import GPUAllocator
     from gpu_worker_pool.core.gpus import EndpointState, GPUResourceState
+    from gpu_worker_pool.core.pool import Pool
     from gpu_worker_pool.core.queue import Waiter
     from gpu_worker_pool.core.requirements import Requirements
 
-NOW, AFTER_LEASES = 0, 1
+#: Until when leases are in the way of a request, for GPUs that it could have now.
+NOTHING_IN_THE_WAY = -math.inf
+
+
+@record
+class Plan:
+    """The GPUs of one endpoint that a request would get."""
+
+    gpu_ids: tuple[str, ...]
+    #: When the last of the leases on them is expected to end.
+    free_at: float
 
 
 def can_judge(allocator: GPUAllocator, waiter: Waiter) -> bool:
@@ -39,49 +56,71 @@ def gpus_to_reserve(
     allocator: GPUAllocator, waiter: Waiter, improved: Iterable[GPUResourceState] | None, now: float
 ) -> tuple[str, ...]:
     """`improved`: the only GPUs that may have become usable since GPUs were last reserved for this waiter."""
-    requirements = waiter.request.requirements
-    if improved is not None and _is_still_right(allocator, waiter, improved, now):
-        return waiter.reserved
-    best: tuple[int, tuple[str, ...]] | None = None
-    for endpoint in allocator.endpoints.values():
-        usable = [
-            (when, gpu.gpu_id not in waiter.reserved, -(gpu.memory_left_mb() or 0.0), gpu.rank, gpu.gpu_id)
-            for gpu in endpoint.gpus.values()
-            if (when := _when_usable(allocator, gpu, requirements, now)) is not None
-        ]
-        if len(usable) >= requirements.count:
-            # GPUs it could have now, then those reserved before: a reservation that moves waits twice.
-            chosen = sorted(usable)[: requirements.count]
-            lacking = sum(when for when, *_ in chosen)
-            if best is None or lacking < best[0]:
-                best = (lacking, tuple(gpu_id for *_, gpu_id in chosen))
-    return best[1] if best is not None else ()
+    requirements, reserved = waiter.request.requirements, waiter.reserved
+    is_any_gpu = waiter.request_class is not None and waiter.request_class.is_any_gpu
+    endpoints: Iterable[EndpointState] = allocator.endpoints.values()
+    best: Plan | None = None
+    if improved is not None and reserved:
+        # A reservation that moves waits twice, so it moves only for what is better; elsewhere nothing has changed.
+        own = allocator.gpus[reserved[0]].endpoint
+        best = _plan(allocator, own, requirements, reserved, is_any_gpu, now)
+        if best is not None:
+            endpoints = dict.fromkeys(gpu.endpoint for gpu in improved if gpu.endpoint is not own)
+    for endpoint in endpoints:
+        plan = _plan(allocator, endpoint, requirements, reserved, is_any_gpu, now)
+        if plan is not None and (best is None or plan.free_at < best.free_at):
+            best = plan
+    return best.gpu_ids if best is not None else ()
 
 
-def _is_still_right(allocator: GPUAllocator, waiter: Waiter, improved: Iterable[GPUResourceState], now: float) -> bool:
-    requirements = waiter.request.requirements
-    return all(
-        _when_usable(allocator, allocator.gpus[gpu_id], requirements, now) is not None for gpu_id in waiter.reserved
-    ) and not any(_when_usable(allocator, gpu, requirements, now) == NOW for gpu in improved)
+def _plan(
+    allocator: GPUAllocator,
+    endpoint: EndpointState,
+    requirements: Requirements,
+    reserved: tuple[str, ...],
+    is_any_gpu: bool,
+    now: float,
+) -> Plan | None:
+    """None if too few GPUs of this endpoint will surely be free."""
+    count = requirements.count
+    if endpoint.present < count or not allocator.is_fresh(endpoint, now):
+        return None
+    usable = []
+    for gpu in endpoint.gpus.values():
+        if is_any_gpu and gpu in endpoint.free and not gpu.is_mig_device:
+            free_at: float | None = NOTHING_IN_THE_WAY
+        else:
+            free_at = _free_at(allocator, gpu, requirements, now)
+        if free_at is not None:
+            usable.append(
+                (
+                    free_at,
+                    gpu.gpu_id not in reserved,
+                    -(gpu.memory_left_mb() or 0.0) if requirements.share else 0.0,
+                    gpu.rank,
+                    gpu.gpu_id,
+                )
+            )
+    if len(usable) < count:
+        return None
+    chosen = sorted(usable)[:count]
+    return Plan(tuple(gpu_id for *_, gpu_id in chosen), chosen[-1][0])
 
 
-def _when_usable(allocator: GPUAllocator, gpu: GPUResourceState, requirements: Requirements, now: float) -> int | None:
-    """Whether the waiter could have the GPU now, or once the leases on it end, or (None) perhaps never."""
+def _free_at(allocator: GPUAllocator, gpu: GPUResourceState, requirements: Requirements, now: float) -> float | None:
+    """When the leases in the way are expected to end; None if perhaps the waiter can never have it."""
     reading, settings = gpu.reading, allocator.settings
     if reading is None or reading.fault is not None or reading.is_leased_elsewhere:
-        return None
-    if not allocator.is_fresh(gpu.endpoint, now):
         return None
     if next(lasting_obstacles(reading, requirements, settings), None) is not None:
         return None
     if allocator.is_eligible(gpu, requirements, now):
-        return NOW
+        return NOTHING_IN_THE_WAY
+    if gpu.leases and all(lease.is_live for lease in gpu.leases.values()):
+        return max(expected_end(lease, now) for lease in gpu.leases.values())
     # A quarantine or a foreign process may last for ever, so only the first seconds after a release count: then a GPU
     # may look busy because utilization is a trailing average and memory takes a while to return.
-    is_held = gpu.leases and all(lease.is_live for lease in gpu.leases.values())
-    if is_held or now - gpu.freed_at <= settings.settle_seconds:
-        return AFTER_LEASES
-    return None
+    return now if now - gpu.freed_at <= settings.settle_seconds else None
 
 
 def gpus_to_await(allocator: GPUAllocator, requirements: Requirements, now: float) -> list[str]:
@@ -105,3 +144,18 @@ def gpus_to_await(allocator: GPUAllocator, requirements: Requirements, now: floa
             if eligible + len(awaited[endpoint]) < requirements.count:
                 del awaited[endpoint]
     return [gpu_id for gpu_ids in awaited.values() for gpu_id in gpu_ids]
+
+
+def lending_window(pool: Pool, reserved_for: Waiter, now: float) -> tuple[float, set[str]] | None:
+    """For how long the GPUs that are reserved for a waiter can be lent, and which of them are free.
+
+    Only as long as a lease in its way declared that it takes: then lending delays nobody.
+    """
+    known = pool.allocator.gpus
+    if not all(gpu_id in known for gpu_id in reserved_for.reserved):
+        return None  # another process reserved them, and sees GPUs that this one does not
+    gpus = [known[gpu_id] for gpu_id in reserved_for.reserved]
+    lendable = {gpu.gpu_id for gpu in gpus if not gpu.leases}
+    if not lendable or len(lendable) == len(gpus):
+        return None
+    return sure_seconds((lease for gpu in gpus for lease in gpu.leases.values()), now), lendable

@@ -7,8 +7,9 @@ from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from gpu_worker_pool.core.assignments import HeldGPU, Lease, Quarantine
+from gpu_worker_pool.core.assignments import HeldGPU, Lease, LeaseUse, LeaveAsked, Quarantine
 from gpu_worker_pool.core.events import Origin, Request
+from gpu_worker_pool.core.fair_share import Use
 from gpu_worker_pool.core.moves import LeaseState, RequestState
 from gpu_worker_pool.core.pool import Pool
 from gpu_worker_pool.core.queue import Waiter
@@ -33,7 +34,9 @@ STORED_NAMES = {
 _FIELD_NAMES = {stored: name for name, stored in STORED_NAMES.items()}
 #: Fields of a request that came after the first format. Older versions refuse a row that has one, so a ledger stores
 #: them apart (`without_later_fields`); a value of None is not stored at all.
-LATER_FIELDS = frozenset({"origin", "within"})
+LATER_FIELDS = frozenset({"origin", "within", "expected_seconds", "max_seconds", "groups", "asks"})
+#: The same for a lease. Unlike those of a request they change.
+LATER_LEASE_FIELDS = frozenset({"use", "asked", "longest_seconds"})
 #: By type: the fields, each with the name it is stored under.
 _NAMES: dict[type[Any], tuple[tuple[str, str], ...]] = {}
 #: Fields that are times, wherever they occur: they are shifted together when the clock restarts.
@@ -41,7 +44,9 @@ MOMENTS = frozenset(
     {
         "asking_until",
         "at",
+        "busy_at",
         "deadline",
+        "ends_at",
         "enqueued_at",
         "expires_at",
         "freed_at",
@@ -51,6 +56,7 @@ MOMENTS = frozenset(
         "now",
         "read_after",
         "requested_at",
+        "seen_until",
         "since",
         "until",
     }
@@ -68,7 +74,9 @@ def save(pool: Pool) -> dict[str, Any]:
         "leases_ended": {state.value: pool.tally[state] for state in LeaseState if pool.tally[state]},
         "gpus": [to_json(GPUHistory.of(gpu)) for gpu in pool.allocator.gpus.values()],
         "leases": [to_json(lease) for lease in sorted(pool.leases, key=lambda lease: lease.fence)],
-        "waiters": [to_json(waiter) for waiter in pool.queue.in_order()],
+        # By arrival: the order in which they are served also depends on when the use of accounts was last looked at.
+        "waiters": [to_json(waiter) for waiter in sorted(pool.queue.in_order(), key=lambda waiter: waiter.ticket)],
+        "uses": [] if pool.fair_share is None else [to_json(use) for use in pool.fair_share.uses()],
         "outcomes": [to_json(outcome) for outcome in pool.outcomes],
     }
 
@@ -98,6 +106,7 @@ def restore(
             for row in saved["gpus"]
         ],
         Counters(saved["fence"], saved["ticket"], moment_of(saved["now"]), tally),
+        [Use(**row) for row in saved.get("uses", ())],
     )
     return pool
 
@@ -118,10 +127,9 @@ def to_json(value: Any) -> Any:
     if kind is frozenset:
         return [list(identity) for identity in sorted(value, key=lambda identity: (identity[0], identity[1] or 0.0))]
     row = {stored: to_json(getattr(value, name)) for name, stored in _stored_fields(kind)}
-    if kind is Request:
-        for name in LATER_FIELDS:
-            if row[name] is None:
-                del row[name]
+    for name in LATER_FIELDS if kind is Request else LATER_LEASE_FIELDS if kind is Lease else ():
+        if row[name] is None:
+            del row[name]
     return row
 
 
@@ -138,11 +146,23 @@ def without_later_fields(row: dict[str, Any]) -> dict[str, Any]:
     return later
 
 
+def without_later_lease_fields(row: dict[str, Any]) -> dict[str, Any]:
+    """Remove them from the row of a lease or an outcome; returns what was removed."""
+    lease = row.get("lease") or row
+    return {name: lease.pop(name) for name in LATER_LEASE_FIELDS & lease.keys()}
+
+
 def with_later_fields(row: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
     """The same row with them."""
     lease = row.get("lease") or row
     row["request"].update(later)
     lease["request"].update(later)
+    return row
+
+
+def with_later_lease_fields(row: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """The same row with them."""
+    (row.get("lease") or row).update(later)
     return row
 
 
@@ -175,7 +195,7 @@ def moment_of(value: float | None) -> float:
     return -math.inf if value is None else value
 
 
-def _request(row: dict[str, Any]) -> Request:
+def request_of(row: dict[str, Any]) -> Request:
     found = _fields_of(row)
     requirements, origin = found["requirements"], found.get("origin")
     return Request(
@@ -183,8 +203,13 @@ def _request(row: dict[str, Any]) -> Request:
             **found,
             "requirements": Requirements(**requirements) if requirements else ANY_GPU,
             "origin": None if origin is None else Origin(**origin),
+            "groups": None if found.get("groups") is None else tuple(found["groups"]),
         }
     )
+
+
+#: The names under which the fields of a request are stored.
+REQUEST_FIELDS = frozenset(stored for _, stored in _stored_fields(Request))
 
 
 def _held(row: dict[str, Any]) -> HeldGPU:
@@ -197,17 +222,19 @@ def lease_of(row: dict[str, Any]) -> Lease:
     return Lease(
         **{
             **_fields_of(row),
-            "request": _request(row["request"]),
+            "request": request_of(row["request"]),
             "gpu_ids": tuple(row["gpu_ids"]),
             "held": tuple(map(_held, row["held"])),
             "state": LeaseState(row["state"]),
             "quarantine": None if row["quarantine"] is None else Quarantine(**row["quarantine"]),
+            "asked": None if row.get("asked") is None else LeaveAsked(**row["asked"]),
+            "use": None if row.get("use") is None else LeaseUse(**row["use"]),
         }
     )
 
 
 def waiter_of(row: dict[str, Any]) -> Waiter:
-    request, state = _request(row["request"]), RequestState(row["state"])
+    request, state = request_of(row["request"]), RequestState(row["state"])
     found = _fields_of(row)
     return Waiter(**{**found, "request": request, "state": state, "reserved": tuple(found["reserved"])})
 
@@ -215,5 +242,5 @@ def waiter_of(row: dict[str, Any]) -> Waiter:
 def outcome_of(row: dict[str, Any]) -> Outcome:
     lease = None if row["lease"] is None else lease_of(row["lease"])
     lease_state = None if row["lease_state"] is None else LeaseState(row["lease_state"])
-    request, state = _request(row["request"]), RequestState(row["state"])
+    request, state = request_of(row["request"]), RequestState(row["state"])
     return Outcome(request, state, row["at"], tuple(row["reasons"]), lease, lease_state)

@@ -6,19 +6,21 @@ import math
 from heapq import heapify, heappop, heappush
 from typing import Literal
 
-Kind = Literal["waiter", "lease", "reading"]
+#: Of a pool, then of the dispatcher of a fleet.
+Kind = Literal["waiter", "lease", "reading", "poll", "placement", "pool", "hearing"]
+POOL_KINDS: tuple[Kind, ...] = ("waiter", "lease", "reading")
 
 
 class Timers:
     """At most one timer per kind and name."""
 
-    def __init__(self) -> None:
-        self._at: dict[Kind, dict[str, float]] = {"waiter": {}, "lease": {}, "reading": {}}
+    def __init__(self, kinds: tuple[Kind, ...] = POOL_KINDS) -> None:
+        self._at: dict[Kind, dict[str, float]] = {kind: {} for kind in kinds}
         #: May hold outdated entries; `_at` says which are current.
         self._heap: list[tuple[float, Kind, str]] = []
         self._size = 0
         #: Nothing is due before this. Cheap to compare with; `next_at` makes it exact.
-        self.not_before = math.inf
+        self.not_before: float = math.inf
 
     def set(self, kind: Kind, name: str, at: float) -> None:
         moments = self._at[kind]

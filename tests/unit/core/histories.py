@@ -17,7 +17,10 @@ from gpu_worker_pool.core import (
     GPUsVanished,
     HolderGone,
     LeaseState,
+    LeaseUse,
+    LeaveRequested,
     Outcome,
+    PolicyRead,
     PollAbandoned,
     PoolSettings,
     ProcessReading,
@@ -27,22 +30,28 @@ from gpu_worker_pool.core import (
     Renewed,
     Request,
     Requested,
+    RequestState,
     Requirements,
     Resumed,
     Stopped,
     Ticked,
     Unreachable,
+    UseSeen,
     explain,
     explain_requirements,
     restore,
     save,
 )
 from gpu_worker_pool.core.events import Event
+from gpu_worker_pool.core.policy import IdleRule, Limits, Policy
+from gpu_worker_pool.core.service import unserved_seconds
 from gpu_worker_pool.errors import IllegalEventError, RequestMismatchError
 from gpu_worker_pool.testing import History, gpu, replay, snapshot
 from tests.unit.core.oracle import Oracle
 
 HOSTS = {"a": 3, "b": 2}
+#: Of one host the first and the last GPU have a link; of the other nothing is known.
+DISTANCES = {"a": [(0, 50, 0), (50, 0, 50), (0, 50, 0)], "b": [(), ()]}
 MODELS = ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB"]
 
 requirements = st.one_of(
@@ -111,6 +120,8 @@ class Histories(RuleBasedStateMachine):
     """Subclasses say which settings to use."""
 
     settings_of_pool = PoolSettings(remember_seconds=500.0)
+    #: Whether some requests ask the holders in their way.
+    may_ask_holders = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,6 +170,7 @@ class Histories(RuleBasedStateMachine):
         next_at = self.pool.timers.next_at()
         assert next_at == math.inf or (self.oracle.wake_at is not None and self.oracle.wake_at <= next_at), "overslept"
         assert self.pool.fence == self.oracle.fence
+        self.oracle.judge_lifetimes(self.pool.leases, self.pool.now)
 
     def some(self, items: list[str], number: int) -> str:
         return items[-1 - number % min(len(items), 12)]
@@ -171,8 +183,11 @@ class Histories(RuleBasedStateMachine):
         patience=st.sampled_from([None, None, 0.0, 5.0, 90.0]),
         polls=st.sampled_from([None, None, 0.0, 3.0]),
         owner=st.sampled_from(["me", "you"]),
-        account=st.sampled_from(["", "", "ours"]),
+        account=st.sampled_from(["", "", "ours", "theirs"]),
+        expected=st.sampled_from([None, None, None, 5.0, 50.0]),
+        longest=st.sampled_from([None, None, None, 20.0]),
         may_reserve=st.sampled_from([True, True, False]),
+        asks=st.sampled_from([None, None, True]),
         inside=st.sampled_from([None, None, 0, 1, 2, 5]),
     )
     def request(
@@ -183,20 +198,35 @@ class Histories(RuleBasedStateMachine):
         polls: float | None,
         owner: str,
         account: str,
+        expected: float | None,
+        longest: float | None,
         may_reserve: bool,
+        asks: bool | None,
         inside: int | None,
     ) -> None:
         """`inside`: which of the last leases it runs in, of which some have ended."""
         within = None if inside is None or not self.lease_ids else self.some(self.lease_ids, inside)
         self.serial += 1
         ttl = 60.0 if polls is not None else ttl
-        request = Request(f"r{self.serial}", requirements, owner=owner, ttl_seconds=ttl, account=account, within=within)
+        request = Request(
+            f"r{self.serial}",
+            requirements,
+            owner=owner,
+            ttl_seconds=ttl,
+            account=account,
+            within=within,
+            expected_seconds=expected,
+            max_seconds=longest,
+            asks=asks if self.may_ask_holders else None,
+        )
         deadline = None if patience is None else self.now + patience
         most = self.settings_of_pool.most_waiting_of_an_account
         waiting = sum(each.request.account == account for each in self.oracle.waiting.values())
         is_done = self.step(
             Requested(request, deadline, None if polls is None else self.now + polls, may_reserve, f"a{self.serial}")
         )
+        limit = self.oracle.limits_of(request).most_waiting
+        most = limit if most is None else most if limit is None else min(most, limit)
         assert is_done or (account and most is not None and waiting >= most)
 
     @precondition(lambda self: self.serial)
@@ -235,11 +265,13 @@ class Histories(RuleBasedStateMachine):
             assert not is_done, "a stranger, or an old fence, released a lease"
 
     @precondition(lambda self: self.lease_ids)
-    @rule(number=st.integers(0, 11), by=st.sampled_from(["me", "you", None, None]))
-    def renew(self, number: int, by: str | None) -> None:
+    @rule(
+        number=st.integers(0, 11), by=st.sampled_from(["me", "you", None, None]), is_busy=st.sampled_from([False, True])
+    )
+    def renew(self, number: int, by: str | None, is_busy: bool) -> None:
         lease_id = self.some(self.lease_ids, number)
         known = self.oracle.leases.get(lease_id)
-        is_done = self.step(Renewed(lease_id, by))
+        is_done = self.step(Renewed(lease_id, by, is_busy=is_busy))
         if is_done:
             assert known is not None, "an ended lease was revived"
             assert known.state is LeaseState.HELD
@@ -247,6 +279,22 @@ class Histories(RuleBasedStateMachine):
             if known.expires_at is not None:
                 grace = self.settings_of_pool.expiry_grace_seconds
                 assert self.now < known.expires_at + grace, "renewed after it expired"
+
+    @precondition(lambda self: self.lease_ids)
+    @rule(number=st.integers(0, 11))
+    def ask_to_leave(self, number: int) -> None:
+        """Somebody asks for it; nobody must follow, so the oracle learns nothing of it."""
+        lease_id = self.some(self.lease_ids, number)
+        known = self.oracle.leases.get(lease_id)
+        is_done = self.step(LeaveRequested(lease_id, "a demo"))
+        assert not is_done or (known is not None and known.state is LeaseState.HELD)
+
+    @precondition(lambda self: self.lease_ids)
+    @rule(number=st.integers(0, 11), idle=st.sampled_from([0.0, 4.0, 30.0]))
+    def see_use(self, number: int, idle: float) -> None:
+        lease_id = self.some(self.lease_ids, number)
+        now = max(self.now, self.pool.now)
+        assert self.step(UseSeen({lease_id: LeaseUse(now, idle, idle, now - idle, None)}))
 
     @precondition(lambda self: self.serial)
     @rule(number=st.integers(0, 11), is_old=st.booleans())
@@ -280,7 +328,11 @@ class Histories(RuleBasedStateMachine):
         if host not in self.hosts:
             return
         readings: list[Reading] = [
-            gpu(index, endpoint_id=host, **{"name": MODELS[index % 2], **changes[index]})
+            gpu(
+                index,
+                endpoint_id=host,
+                **{"name": MODELS[index % 2], "distances": DISTANCES[host][index], **changes[index]},
+            )
             for index in range(HOSTS[host])
             if index != missing
         ]
@@ -312,17 +364,43 @@ class Histories(RuleBasedStateMachine):
     def time_passes_unnoticed(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(seconds=st.sampled_from([20.0, 200.0]))
-    def nobody_serves_for_a_while(self, seconds: float) -> None:
-        """Rule 10: whoever was there before has one full TTL, and what was counted stands still."""
+    @rule(
+        seconds=st.sampled_from([0.2, 0.9, 1.1, 1.7, 4.0, 9.0, 20.0, 200.0]),
+        since_stamp=st.sampled_from([0.0, 0.3, 0.5]),
+    )
+    def nobody_serves_for_a_while(self, seconds: float, since_stamp: float) -> None:
+        """Rule 10: that time does not count, whatever the TTL, if it is long enough to be noticed.
+
+        The last stamp is a little older than the outage, and all that the next transaction has to go by.
+        """
+        self.now = served_until = max(self.now, self.pool.now)
+        assert self.step(Ticked())  # what was due until then has happened
+        self.now = served_until + seconds
+        stamped_at = served_until - since_stamp
+        unserved = unserved_seconds(stamped_at, self.now, self.settings_of_pool)
+        if unserved is None:
+            assert seconds <= 2 * self.settings_of_pool.stamp_seconds, "an outage was not noticed"
+            assert self.step(Ticked())
+            return
+        assert unserved >= seconds - 1e-9
+        self.oracle.nobody_served(seconds)
         live = {lease.lease_id for lease in self.pool.leases if lease.is_live}
         waiting = set(self.oracle.waiting)
-        self.now = max(self.now, self.pool.now) + seconds
-        assert self.step(Resumed(self.now - self.pool.now))
-        assert {lease.lease_id for lease in self.pool.leases if lease.is_live} >= live
-        assert set(self.oracle.waiting) == waiting
+        assert self.step(Resumed(unserved))
+        over = {lease_id for lease_id in live if self._is_over(lease_id)}
+        assert {lease.lease_id for lease in self.pool.leases if lease.is_live} >= live - over
+        for request_id in waiting - set(self.oracle.waiting):
+            # A quarantine or a time limit that ended meanwhile may have made room; its lease took those inside with it.
+            was_inside = self.oracle.requests[request_id].within in over
+            expected = RequestState.REJECTED if was_inside else RequestState.GRANTED
+            assert self.oracle.ended[request_id] is expected, f"{request_id} ended because nobody served"
         for lease in self.pool.leases:
             self.oracle._keep_lease(lease)
+
+    def _is_over(self, lease_id: str) -> bool:
+        """Its time limit has passed meanwhile, which no outage extends; or that of the lease around it."""
+        lease = self.pool.leases.lookup(lease_id)
+        return lease is None or (lease.quarantine is not None and lease.ends_at is not None)
 
     @rule()
     def explain(self) -> None:
@@ -330,14 +408,17 @@ class Histories(RuleBasedStateMachine):
             told = explain(self.pool, request_id, self.now)
             assert told is not None
             assert told.waiting_seconds == pytest.approx(self.now - waiting.since)
-            earlier = sum(other.order < waiting.order for other in self.oracle.beside(waiting.request))
-            assert told.position == 1 + earlier
+            if self.settings_of_pool.fair_share_half_life_seconds is None:
+                earlier = sum(other.order < waiting.order for other in self.oracle.beside(waiting.request))
+                assert told.position == 1 + earlier
             for gpu_told in told.gpus:
                 card = self.oracle.cards.get(gpu_told.gpu_id)
                 if card is not None:
                     why_not = self.oracle.why_not_for(card, waiting.request, max(self.now, self.pool.now))
-                    own = [found for found in gpu_told.obstacles if found.kind != "kept"]
+                    own = [found for found in gpu_told.obstacles if found.kind not in ("kept", "limit")]
                     assert (why_not is None) == (not own), f"{gpu_told} but {why_not}"
+        if self.settings_of_pool.fair_share_half_life_seconds is not None:
+            return  # by the use at the last assignment, of which the oracle does not know when it was
         assert explain_requirements(self.pool, ANY_GPU, self.now).position == 1 + sum(
             waiting.request.requirements.priority >= 0 and waiting.request.within is None
             for waiting in self.oracle.waiting.values()
@@ -367,7 +448,8 @@ class Histories(RuleBasedStateMachine):
             self.oracle._keep_lease(lease)
         for host in self.hosts:
             assert self.step(Unreachable(host))
-        assert self.step(Resumed(0.0))
+        assert self.step(PolicyRead(self.oracle.policy))  # as a ledger reads it again
+        assert self.step(Resumed(None))
         for lease in self.pool.leases:
             self.oracle._keep_lease(lease)
 
@@ -380,6 +462,8 @@ class Histories(RuleBasedStateMachine):
         for waiting in self.oracle.waiting.values():
             waiting.since += seconds
             waiting.heard_until = None if waiting.heard_until is None else waiting.heard_until + seconds
+        oracle = self.oracle
+        oracle.renewed = {name: (at + seconds, unserved) for name, (at, unserved) in oracle.renewed.items()}
 
     @rule(really=st.sampled_from([False, False, False, True]))
     def stop(self, really: bool) -> None:
@@ -404,7 +488,74 @@ class OnALedger(Histories):
     )
 
 
+class UnderAPolicy(Histories):
+    """Limits that change while people wait, so that they meet everything else."""
+
+    settings_of_pool = PoolSettings(remember_seconds=500.0, max_bypass_seconds=2.0, tells_accounts_apart=True)
+
+    @rule(
+        most_gpus=st.sampled_from([None, 0, 1, 1, 2]),
+        most_waiting=st.sampled_from([None, None, 1, 3]),
+        highest_priority=st.sampled_from([None, None, 0]),
+        longest=st.sampled_from([None, None, 15.0]),
+        idle_may_be_asked=st.sampled_from([None, True]),
+        of=st.sampled_from(["everyone", "ours", "both", "nobody"]),
+    )
+    def policy_changes(
+        self,
+        most_gpus: int | None,
+        most_waiting: int | None,
+        highest_priority: int | None,
+        longest: float | None,
+        idle_may_be_asked: bool | None,
+        of: str,
+    ) -> None:
+        limits = Limits(most_gpus, most_waiting, highest_priority, longest, idle_may_be_asked)
+        everyone = limits if of in ("everyone", "both") else Limits()
+        accounts = {"ours": limits if of == "ours" else Limits(most_gpus=2)} if of in ("ours", "both") else {}
+        assert self.step(PolicyRead(Policy(everyone, accounts, idle=IdleRule(3.0, 2.0))))
+
+    @rule(
+        is_told=st.booleans(),
+        seconds=st.sampled_from([0.5, 3.0, 25.0]),
+        wanted=st.sampled_from([ANY_GPU, Requirements(count=3), Requirements(policy="idle")]),
+        asks=st.sampled_from([None, True]),
+    )
+    def is_idle_for_long(self, is_told: bool, seconds: float, wanted: Requirements, asks: bool | None) -> None:
+        """Seldom met by chance: holders that compute nothing while others wait, under a policy that minds."""
+        assert self.step(PolicyRead(Policy(Limits(idle_may_be_asked=True), idle=IdleRule(3.0, 2.0))))
+        for host in self.hosts:
+            self.all_idle(host)
+        for account, requirements in (("ours", ANY_GPU), ("ours", ANY_GPU), ("theirs", wanted), ("theirs", ANY_GPU)):
+            self.request(requirements, 60.0, None, None, "me", account, None, None, True, asks, None)
+        for passed in (0.0, 0.5, seconds, seconds):
+            self.now += passed
+            for number in range(3) if self.lease_ids else ():
+                self.see_use(number, 30.0)
+            for host in self.hosts:
+                self.all_idle(host)
+            for number in range(3) if self.lease_ids and is_told else ():
+                self.renew(number, None, is_busy=False)
+
+    def step(self, event: Event) -> bool:
+        if isinstance(event, PolicyRead):
+            self.oracle.policy = event.policy
+        return super().step(event)
+
+
 class ImpatientBypass(Histories):
     """GPUs are kept soon, so that keeping meets everything else."""
 
     settings_of_pool = PoolSettings(remember_seconds=500.0, max_bypass_seconds=2.0, strategy="round_robin")
+
+
+class FairlyShared(Histories):
+    """Who used least is served first, until another has waited for too long."""
+
+    settings_of_pool = PoolSettings(
+        remember_seconds=500.0,
+        max_bypass_seconds=20.0,
+        fair_share_half_life_seconds=30.0,
+        fair_share_age_seconds=100.0,
+        strategy="pack",
+    )

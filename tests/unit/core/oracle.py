@@ -6,7 +6,10 @@ It keeps its own books of who holds and who waits, from nothing but the events i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cmp_to_key
+from itertools import combinations
 
 from gpu_worker_pool.core import (
     Cancelled,
@@ -29,9 +32,11 @@ from gpu_worker_pool.core import (
     Requested,
     RequestState,
     Requirements,
+    Resumed,
     Unreachable,
     WakeAt,
 )
+from gpu_worker_pool.core.policy import NO_POLICY, Limits
 
 
 @dataclass
@@ -70,8 +75,23 @@ class Card:
     freed_at: float = -math.inf
 
 
+@dataclass
+class Spell:
+    """For how long an account had how many GPUs, in time in which somebody served the ledger."""
+
+    account: str
+    gpus: int
+    begun_at: float
+    ended_at: float | None = None
+
+
 class Oracle:
     def __init__(self, settings: PoolSettings) -> None:
+        #: By lease, what its account used by it; and those accounts of which the oracle does not know exactly.
+        self.spells: dict[str, Spell] = {}
+        self.fuzzy: set[str] = set()
+        self.unserved_seconds = 0.0
+        self.outages = 0
         self.settings = settings
         self.cards: dict[str, Card] = {}
         self.endpoint_begun: dict[str, float] = {}
@@ -85,6 +105,40 @@ class Oracle:
         self.wake_at: float | None = None
         #: Whether leases inside a lease may be lost with it now: an administrator ended it, or its GPUs are gone.
         self.may_lose_inside = False
+        self.policy = NO_POLICY
+        #: By lease, its time limit: its own, or that of the policy when it was granted.
+        self.longest: dict[str, float] = {}
+        #: By lease that is to end for idleness, since when that is known.
+        self.idle_asked: dict[str, float] = {}
+        #: For how long nobody served so far, and of each lease, when it was last renewed and how long that was then.
+        self.unserved = 0.0
+        self.renewed: dict[str, tuple[float, float]] = {}
+
+    # ---- rule 10: time in which nobody serves does not count
+
+    def nobody_served(self, seconds: float) -> None:
+        """An outage of this length is over, and was noticed."""
+        self.unserved += seconds
+
+    def judge_lifetimes(self, leases: Iterable[Lease], now: float) -> None:
+        """What is left of each lease, and the time for which it was served since it was renewed, make its TTL."""
+        for lease in leases:
+            ttl, longest = lease.request.ttl_seconds, self.longest.get(lease.lease_id)
+            if lease.asked is not None and lease.asked.ends_at is not None:
+                self.idle_asked.setdefault(lease.lease_id, now)
+            else:
+                self.idle_asked.pop(lease.lease_id, None)
+            if longest is not None and lease.state is LeaseState.HELD:
+                assert lease.expires_at is not None
+                assert lease.expires_at <= lease.granted_at + longest + 1e-6, f"{lease.lease_id} outlives its limit"
+            elif ttl is not None and lease.state is LeaseState.HELD:
+                assert lease.expires_at is not None
+                left, served = lease.expires_at - now, self._served(lease, now)
+                assert left + served >= ttl - 1e-6, f"{lease.lease_id} has {left} s left after {served} s of {ttl} s"
+
+    def _served(self, lease: Lease, now: float) -> float:
+        renewed_at, unserved = self.renewed[lease.lease_id]
+        return now - renewed_at - (self.unserved - unserved)
 
     # ---- following a history
 
@@ -96,6 +150,9 @@ class Oracle:
                 if card.endpoint == event.endpoint_id:
                     card.reading = None
         self.may_lose_inside = isinstance(event, (QuarantineEnded, GPUsVanished))
+        if isinstance(event, Resumed):
+            self.unserved_seconds += event.unserved_seconds or 0.0
+            self.outages += 1
         asked_again = None
         if isinstance(event, Requested):
             asked_again = self._saw_request(event, now)
@@ -120,6 +177,7 @@ class Oracle:
             self._saw_one_go(event, now)
         for request_id, waiting in self.waiting.items():
             assert request_id not in self.ended, f"{request_id} waits and has ended"
+            assert not self._is_never_allowed(waiting.request), f"{request_id} waits for what it may never have"
             around = self._around(waiting.request)
             assert waiting.request.within is None or (around is not None and around.state is LeaseState.HELD), (
                 f"{request_id} waits inside a lease that nobody holds"
@@ -210,6 +268,12 @@ class Oracle:
             del self.waiting[effect.request_id]
             self.ended[effect.request_id] = effect.state
         elif isinstance(effect, LeaseEnded):
+            ttl = effect.lease.request.ttl_seconds
+            if effect.reason == "its lease was not renewed in time" and ttl is not None:
+                served = self._served(effect.lease, now)
+                assert served >= ttl + self.settings.expiry_grace_seconds - 1e-6, f"expired after {served} s of {ttl} s"
+            if effect.reason.startswith("it was idle"):
+                self._judge_idleness(effect.lease, now)
             is_lost_with_another = effect.state is LeaseState.LOST and effect.lease.request.within is not None
             if is_lost_with_another and effect.lease.state is not LeaseState.OFFERED:
                 assert self.may_lose_inside, "what was held inside a lease was lost with it"
@@ -223,6 +287,7 @@ class Oracle:
             self.wake_at = effect.at
 
     def _saw_grant(self, lease: Lease, now: float) -> None:
+        self.renewed[lease.lease_id] = (now, self.unserved)
         request_id = lease.request.request_id
         if request_id not in self.waiting:
             # A renewal, or the same lease told once more.
@@ -246,6 +311,7 @@ class Oracle:
 
     def _keep_lease(self, lease: Lease) -> None:
         self.leases[lease.lease_id] = lease
+        self._count_use(lease)
         for gpu_id in lease.gpu_ids:
             card = self.cards[gpu_id]
             (card.inner if lease.request.within else card.promises)[lease.lease_id] = lease
@@ -254,6 +320,8 @@ class Oracle:
         lease = self.leases.pop(lease_id, None)
         if lease is None:
             return
+        if lease_id in self.spells and self.spells[lease_id].ended_at is None:
+            self.spells[lease_id].ended_at = now - self.unserved_seconds
         assert lease_id not in self.lease_ends, f"{lease_id} ended twice"
         self.lease_ends[lease_id] = state
         assert not self._inside(lease_id), f"{lease_id} ended before what is inside it"
@@ -273,10 +341,115 @@ class Oracle:
                 ended = now if lease.quarantine is None else lease.quarantine.since
                 card.last_lease_ended = max(card.last_lease_ended, ended)
 
+    # ---- fair share
+
+    def _count_use(self, lease: Lease) -> None:
+        account = lease.request.account
+        if not account or lease.request.within is not None:
+            return
+        if lease.request.requirements.share:
+            self.fuzzy.add(account)  # counts by its part of a memory that may be unknown
+        begun_at = lease.granted_at - self.unserved_seconds
+        spell = self.spells.setdefault(lease.lease_id, Spell(account, len(lease.gpu_ids), begun_at))
+        if lease.quarantine is not None and spell.ended_at is None:
+            spell.ended_at = lease.quarantine.since - self.unserved_seconds
+
+    def used(self, account: str, now: float) -> float:
+        """GPU seconds, each of them counted less the longer it is ago."""
+        half_life = self.settings.fair_share_half_life_seconds
+        assert half_life is not None
+        decay, served = math.log(2) / half_life, now - self.unserved_seconds
+        total = 0.0
+        for spell in self.spells.values():
+            if spell.account == account:
+                until = served if spell.ended_at is None else spell.ended_at
+                total += spell.gpus * (
+                    math.exp(-decay * (served - until)) - math.exp(-decay * (served - spell.begun_at))
+                )
+        return total / decay
+
+    def is_before(self, first: Waiting, second: Waiting, now: float) -> bool:
+        """Whether it surely comes first: by priority, long waiting, use, arrival, in this order."""
+        if self.settings.fair_share_half_life_seconds is None:
+            return first.order < second.order
+        priorities = (first.request.requirements.priority, second.request.requirements.priority)
+        if priorities[0] != priorities[1]:
+            return priorities[0] > priorities[1]
+        if first.request.within is not None:
+            return first.arrival < second.arrival
+        are_old = [now - each.since > self.settings.fair_share_age_seconds for each in (first, second)]
+        if are_old[0] != are_old[1]:
+            return are_old[0]
+        accounts = {first.request.account, second.request.account}
+        if all(are_old) or len(accounts) == 1:
+            return first.arrival < second.arrival
+        if accounts & self.fuzzy:
+            return False
+        uses = [self.used(each.request.account, now) for each in (first, second)]
+        # The last stamp before an outage may be a moment older than what was used until then.
+        unknown = 3.0 * self.outages if max(uses) > 0 else 0.0
+        if abs(uses[0] - uses[1]) <= 1e-6 * (1 + max(uses)) + unknown:
+            return uses == [0.0, 0.0] and first.arrival < second.arrival
+        return uses[0] < uses[1]
+
     # ---- the rules
+
+    def limits_of(self, request: Request) -> Limits:
+        """Of its account, else of everyone; nothing inside a lease, nor without an account, is limited."""
+        if not request.account or request.within is not None:
+            return Limits()
+        own, everyone = self.policy.accounts.get(request.account, Limits()), self.policy.everyone
+        return Limits(
+            everyone.most_gpus if own.most_gpus is None else own.most_gpus,
+            everyone.most_waiting if own.most_waiting is None else own.most_waiting,
+            everyone.highest_priority if own.highest_priority is None else own.highest_priority,
+            everyone.longest_seconds if own.longest_seconds is None else own.longest_seconds,
+            everyone.idle_may_be_asked if own.idle_may_be_asked is None else own.idle_may_be_asked,
+        )
+
+    def _is_never_allowed(self, request: Request) -> bool:
+        limits, requirements = self.limits_of(request), request.requirements
+        longest, wanted = limits.longest_seconds, request.max_seconds
+        return (
+            (limits.most_gpus is not None and requirements.count > limits.most_gpus)
+            or (limits.highest_priority is not None and requirements.priority > limits.highest_priority)
+            or (longest is not None and wanted is not None and wanted > longest)
+        )
+
+    def _held_by(self, account: str) -> set[str]:
+        leases = (lease for lease in self.leases.values() if lease.request.account == account)
+        return {gpu_id for lease in leases if lease.request.within is None for gpu_id in lease.gpu_ids}
+
+    def is_kept_back(self, request: Request) -> bool:
+        """Whether a limit keeps it from some GPUs at least."""
+        most = self.limits_of(request).most_gpus
+        return most is not None and len(self._held_by(request.account)) + request.requirements.count > most
+
+    def _judge_idleness(self, lease: Lease, now: float) -> None:
+        """Rule 14: the policy says so, it computed nothing, it was told, a grace passed, and somebody waits for it."""
+        assert self.limits_of(lease.request).idle_may_be_asked, f"the policy does not let {lease.lease_id} end"
+        assert lease.use is not None
+        assert lease.use.busy_at is not None
+        assert lease.use.seen_until - lease.use.busy_at >= self.policy.idle.after_seconds
+        told_at = self.idle_asked[lease.lease_id]
+        assert now - told_at >= self.policy.idle.grace_seconds - 1e-6, f"told at {told_at}, ended at {now}"
+        assert any(
+            waiting.request.within is None and not self.is_kept_back(waiting.request)
+            for waiting in self.waiting.values()
+        ), "it ended, and nobody waits who could use it"
+
+    def _judge_limits(self, served: Request, lease: Lease) -> None:
+        most, held = self.limits_of(served).most_gpus, self._held_by(served.account)
+        if most is not None:
+            after = held | set(lease.gpu_ids)
+            assert len(after) <= most or after == held, f"{served.account} may hold {most}, not {after}"
 
     def _judge_grant(self, waiting: Waiting, lease: Lease, now: float) -> None:
         requirements = waiting.request.requirements
+        self._judge_limits(waiting.request, lease)
+        limits = (waiting.request.max_seconds, self.limits_of(waiting.request).longest_seconds)
+        if any(limits):
+            self.longest[lease.lease_id] = min(each for each in limits if each is not None)
         assert lease.fence > self.fence, "fences only grow"
         is_heard = waiting.heard_until is None or now <= waiting.heard_until
         assert lease.state is (LeaseState.HELD if is_heard else LeaseState.OFFERED), (
@@ -297,10 +470,13 @@ class Oracle:
             self._judge_overtaking_inside(waiting, now)
         if requirements.share and waiting.request.within is None:
             self._judge_packing(waiting, lease, now)
+        if requirements.count > 1 and not requirements.share:
+            self._judge_links(waiting, lease, now)
 
     def _judge_packing(self, served: Waiting, lease: Lease, now: float) -> None:
         """Shares fill the card with the least room that is enough; one that nobody shares comes last."""
-        if any(other.order < served.order for other in self.waiting.values()):
+        is_first = all(self.is_before(served, other, now) for other in self.waiting.values())
+        if not is_first or self.is_kept_back(served.request):
             return  # cards may be kept for one of them
         requirements = served.request.requirements
 
@@ -322,10 +498,39 @@ class Oracle:
             if self.why_not(card, requirements, now) is None:
                 assert room(gpu_id) >= widest, f"{lease.gpu_ids} was shared out before {gpu_id} was full"
 
+    def _judge_links(self, served: Waiting, lease: Lease, now: float) -> None:
+        """Of one host, no other GPUs that it could have had are nearer to each other."""
+        if not all(self.is_before(served, other, now) for other in self.waiting.values()):
+            return  # GPUs may be kept for one of them
+        if self.is_kept_back(served.request):
+            return
+
+        def farthest(gpu_ids: Iterable[str]) -> float:
+            readings = [reading for gpu_id in gpu_ids if (reading := self.cards[gpu_id].reading) is not None]
+            away = [
+                first.distances[second.index] if second.index < len(first.distances) else None
+                for first in readings
+                for second in readings
+                if first is not second
+            ]
+            return max(math.inf if each is None else each for each in away)
+
+        free = [
+            gpu_id
+            for gpu_id, card in self.cards.items()
+            if card.endpoint == lease.endpoint_id and self.why_not_for(card, served.request, now) is None
+        ]
+        for others in combinations(free, len(lease.gpu_ids)):
+            assert farthest(lease.gpu_ids) <= farthest(others), (
+                f"{others} are nearer to each other than {lease.gpu_ids}"
+            )
+
     def _judge_order(self, served: Waiting, gpu_id: str, now: float) -> None:
         """No barging: nobody is served before an earlier one that the same GPU would serve."""
         for other in self.beside(served.request):
-            if other.order < served.order and other.request.requirements.count == 1:
+            if self.is_kept_back(other.request):
+                continue  # it blocks nobody
+            if self.is_before(other, served, now) and other.request.requirements.count == 1:
                 why_not = self.why_not_for(self.cards[gpu_id], other.request, now)
                 kept_for_another = self._is_kept_from(other, now)
                 assert why_not is not None or kept_for_another, (
@@ -335,15 +540,22 @@ class Oracle:
     def _is_kept_from(self, other: Waiting, now: float) -> bool:
         """Whether one before it has waited so long that GPUs may be kept for it."""
         return any(
-            first.order < other.order and now - first.since >= self.settings.max_bypass_seconds
+            not self.is_before(other, first, now)
+            and first is not other
+            and now - first.since >= self.settings.max_bypass_seconds
             for first in self.beside(other.request)
         )
 
     def _judge_overtaking(self, served: Waiting, lease: Lease, now: float) -> None:
         """Rule 4: once it has waited `max_bypass`, the first such waiter is not passed on GPUs that could serve it."""
-        for first in sorted(self.beside(served.request), key=lambda waiting: waiting.order):
-            if first.order > served.order:
-                return
+        before = [each for each in self.beside(served.request) if self.is_before(each, served, now)]
+        if any(
+            not (self.is_before(a, b, now) or self.is_before(b, a, now)) for a in before for b in before if a is not b
+        ):
+            return  # nobody knows which of them is the first
+        for first in sorted(before, key=cmp_to_key(lambda a, b: -1 if self.is_before(a, b, now) else 1)):
+            if self.is_kept_back(first.request):
+                continue
             if now - first.since < self.settings.max_bypass_seconds or not first.may_reserve:
                 continue
             hosts = {card.endpoint for card in self.cards.values()}
@@ -363,7 +575,7 @@ class Oracle:
         around = self._around(served.request)
         assert around is not None
         for first in self.beside(served.request):
-            if first.order < served.order and now - first.since >= self.settings.max_bypass_seconds:
+            if self.is_before(first, served, now) and now - first.since >= self.settings.max_bypass_seconds:
                 sound = [
                     self._why_never_inside(self.cards[gpu_id], first.request, around, now) is None
                     for gpu_id in around.gpu_ids
@@ -391,6 +603,12 @@ class Oracle:
         return now - self.endpoint_begun[card.endpoint] <= 15 and self._never(reading, requirements) is None
 
     def _never(self, reading: Reading, requirements: Requirements) -> str | None:
+        is_blind = reading.has_unified_memory and not reading.reports_processes
+        if is_blind and (requirements.policy == "idle" or not reading.reports_utilization):
+            return "nothing ever shows whether it is idle"
+        return self._never_whatever_it_does(reading, requirements)
+
+    def _never_whatever_it_does(self, reading: Reading, requirements: Requirements) -> str | None:
         if requirements.gpu_model and requirements.gpu_model.lower() not in reading.name.lower():
             return "wrong model"
         names = {reading.gpu_id, str(reading.index)}
@@ -403,9 +621,6 @@ class Oracle:
         needed = max(requirements.memory_mb or 0, requirements.min_free_memory_mb or 0)
         if reading.memory_total_mb is not None and needed > reading.memory_total_mb:
             return "too small"
-        is_blind = reading.has_unified_memory and not reading.reports_processes
-        if is_blind and (requirements.policy == "idle" or not reading.reports_utilization):
-            return "nothing ever shows whether it is idle"
         return None
 
     def why_not_for(self, card: Card, request: Request, now: float) -> str | None:
@@ -437,8 +652,8 @@ class Oracle:
             return "not seen, or stale"
         if reading.fault is not None:
             return "unhealthy"
-        if self._never(reading, requirements) is not None:
-            return self._never(reading, requirements)
+        if (never := self._never_whatever_it_does(reading, requirements)) is not None:
+            return never
         room = self._room_inside(card, around)
         if requirements.memory_mb is not None and (room is None or room < requirements.memory_mb):
             return "the lease around it has less, or nobody knows"

@@ -62,6 +62,7 @@ def test_one_failure_opens_it_until_exactly_its_time_is_over() -> None:
     assert breaker.try_enter(105.0)
 
 
+@pytest.mark.fault(15)
 def test_half_open_lets_exactly_one_in_until_it_says_how_it_went() -> None:
     breaker = opened()
     assert [breaker.try_enter(5.0) for _ in range(3)] == [True, False, False]

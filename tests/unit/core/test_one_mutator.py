@@ -19,6 +19,11 @@ SRC = Path(gpu_worker_pool.__file__).parent
 PARTS_OF_POOL = {
     "core/pool.py": "the pool itself",
     "core/assigning.py": "Pool._follow_up serves waiters by it",
+    "core/ending.py": "Pool ends leases by it",
+    "core/leaving.py": "Pool asks holders to leave by it",
+    "core/placing.py": "Pool grants for a dispatcher by it, and undoes what a host refused",
+    "core/looking.py": "Pool takes readings by it",
+    "core/renewing.py": "Pool renews leases by it",
     "core/replication.py": "Pool.replicate takes over by it",
     "core/mirror.py": "a Pool that shows what others decided",
 }
@@ -26,9 +31,9 @@ FIELDS = frozenset(vars(Pool(PoolSettings())))
 #: Of the parts of a pool, what only looks.
 READS = frozenset(
     {"available", "copy", "enclosing", "get", "gpus_of", "heads", "impossible", "in_order", "inside", "is_any_gpu"}
-    | {"is_eligible", "is_fresh"}
-    | {"is_old", "items", "keys", "lookup", "next_at", "of_account", "of_lease", "only_class", "position"}
-    | {"enclosing", "inside", "request_class", "request_classes", "size", "values"}
+    | {"is_eligible", "is_fresh", "class_of", "held_by", "limits_of", "is_overdue", "asking"}
+    | {"is_old", "items", "keys", "lookup", "next_at", "of_account", "of_lease", "only_class", "order", "position"}
+    | {"enclosing", "inside", "request_class", "request_classes", "size", "used", "uses", "values"}
 )
 
 
@@ -116,7 +121,9 @@ def test_the_parts_are_called_by_the_pool_only() -> None:
         for path in SRC.rglob("*.py")
         for line in path.read_text(encoding="utf-8").splitlines()
         if not line.startswith("    ")  # those are for type checkers
-        if "core.assigning import" in line or "import legality, replication" in line
+        if "core.assigning import" in line
+        or "core.looking import" in line
+        or "import ending, leaving, legality" in line
     }
     assert importers == {"core/pool.py"}
 

@@ -32,6 +32,22 @@ def test_the_name_for_others(origin: Origin | None, name: str) -> None:
     assert name_of(Request("r", worker_id="worker-1", origin=origin), "gpu-1") == name
 
 
+@pytest.mark.parametrize(
+    ("account", "worker_id", "origin", "name"),
+    [
+        ("key:physics", "", None, "physics"),
+        ("key:physics", "worker-1", None, "physics's worker-1"),
+        ("key:physics", "worker-1", replace(ADA, is_verified=False), "ada's train.py (pid 4242, unverified)"),
+        ("key-1f0c22", "", None, "r"),
+        ("loopback", "", None, "r"),
+    ],
+)
+def test_the_name_of_a_key_is_what_others_see_of_a_client_that_says_nothing(
+    account: str, worker_id: str, origin: Origin | None, name: str
+) -> None:
+    assert name_of(Request("r", worker_id=worker_id, origin=origin, account=account), "gpu-1") == name
+
+
 def test_what_the_kernel_knows_counts_more_than_what_is_said() -> None:
     said = Origin("root", "elsewhere", 1, "train.py")
     assert vouched(said, user="eve", host="gpu-1", pid=66) == Origin("eve", "gpu-1", 66, "train.py", is_verified=True)

@@ -19,6 +19,8 @@ ALLOWED = {
     "enum",
     "heapq",
     "math",
+    "operator",
+    "threading",  # one lock, for the documented queue; no pool has threads
     "typing",
 }
 OWN = ("gpu_worker_pool.core", "gpu_worker_pool.errors", "gpu_worker_pool.wording")

@@ -30,10 +30,10 @@ from gpu_worker_pool.core import (
     Requirements,
     Ticked,
     Waiter,
-    check_invariants,
     explain,
     save,
 )
+from gpu_worker_pool.core.invariants import check_invariants
 from gpu_worker_pool.core.replication import GPUHistory
 from gpu_worker_pool.core.saved import lease_of, outcome_of, to_json, waiter_of
 from gpu_worker_pool.errors import IllegalEventError, TooManyWaitingError

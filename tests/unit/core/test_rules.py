@@ -358,6 +358,19 @@ def test_rule_4_a_large_request_is_passed_only_until_max_bypass(story: Story) ->
     assert granted(story.releases("a")) == [("pair", ("0", "1"))]
 
 
+def test_rule_4_after_the_one_with_reserved_gpus_comes_the_next_like_it(story: Story) -> None:
+    story.reads(*gpus(3))
+    story.asks("triple", Requirements(count=3))
+    story.asks("one")
+    story.asks("other")
+    story.now += 61.0
+    story.reads(*gpus(3))
+    story.asks("pair", Requirements(count=2))
+    assert story.pool.reserved_for is not None
+    assert story.pool.reserved_for.request.request_id == "one"
+    assert [name for name, _ in granted(story.releases("triple"))] == ["one", "other"]
+
+
 def test_rule_4_gpus_are_kept_for_the_first_such_waiter_only(story: Story) -> None:
     story.reads(*gpus(4))
     for name in "abc":
@@ -802,6 +815,7 @@ def test_rule_9_releasing_an_expired_lease_says_that_it_was_lost(story: Story) -
         story.happens(Released(lease.lease_id))
 
 
+@pytest.mark.fault(7)
 @pytest.mark.parametrize("event", [Released, Renewed])
 def test_rule_9_a_stranger_and_an_old_fence_change_nothing(story: Story, event: type[Released | Renewed]) -> None:
     story.reads(gpu(0))
@@ -961,6 +975,7 @@ def test_rule_11_the_pool_waits_two_seconds_longer_than_the_holder(story: Story)
     assert story.lease("a").state is LeaseState.QUARANTINED
 
 
+@pytest.mark.fault(2)
 def test_rule_11_a_quarantine_lasts_five_seconds_and_until_a_reading_shows_the_gpu_empty(story: Story) -> None:
     expired(story)
     assert granted(story.reads(gpu(0), after=4.9)) == []
