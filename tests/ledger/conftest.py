@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_worker_pool.core import PoolSettings
+from gpu_worker_pool.core import PoolSettings, Ticked
 from gpu_worker_pool.ledger import Ledger
 from tests.ledger.places import InMemory, InSQLite, Place, Told
 
@@ -31,6 +31,13 @@ class Opened:
         ledger = self.place.open(self.told, settings)
         self._stack.push_async_callback(ledger.close)
         return ledger
+
+    async def serves(self, ledger: Ledger, seconds: float) -> None:
+        """Time passes, and the ledger is served: a leap of the clock would be an outage."""
+        while seconds > 0:
+            self.clock.advance(min(seconds, 1.0))
+            seconds -= 1.0
+            await ledger.submit(Ticked())
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)

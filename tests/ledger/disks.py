@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import apsw
+import pytest
 
 #: Asked before and after every call that changes something on the disk: what is done, and to which file.
 Watcher = Callable[[str, str, bool], None]
@@ -90,3 +94,28 @@ class Fails:
         if self.with_error is not None and what in self.calls and not is_done:
             self.failed += 1
             raise self.with_error("the disk failed")
+
+
+@contextlib.contextmanager
+def mounted(mount: Path, size: str = "256k") -> Iterator[Path]:
+    """A disk so small that it can be filled."""
+    mount.mkdir()
+    done = subprocess.run(
+        ["/bin/mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", mount], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("no right to mount a small disk")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["/bin/umount", "-l", mount], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Until nothing more can be written; returns the file whose removal makes room again."""
+    filler = disk / "filler"
+    filler.write_bytes(b"")
+    with contextlib.suppress(OSError), filler.open("ab", buffering=0) as growing:
+        while True:
+            growing.write(b"x" * 512)
+    return filler

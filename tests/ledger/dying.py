@@ -38,7 +38,9 @@ async def grant_gpus(folder: Path, settings: PoolSettings | None = None) -> None
     def held(effects: tuple[Effect, ...]) -> str:
         return next(effect.lease.lease_id for effect in effects if isinstance(effect, Granted))
 
-    ledger = SQLiteLedger(folder / "ledger.db", settings or PoolSettings(), told, clock=lambda: now, boot_id=BOOT_ID)
+    ledger = SQLiteLedger(
+        folder / "ledger.db", settings or PoolSettings(), told, clock=lambda: now, boot_id=BOOT_ID, first_fence=0
+    )
     await ledger.submit(snapshot(gpus(3), at=now))
     first = held(await ledger.submit(Requested(request("first"))))
     both = await asyncio.gather(*(ledger.submit(Requested(request(name))) for name in ("second", "third")))

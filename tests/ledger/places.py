@@ -41,7 +41,7 @@ class InSQLite(Place):
 
     def open(self, on_commit: OnCommit, settings: PoolSettings | None = None) -> SQLiteLedger:
         return SQLiteLedger(
-            self.path, settings or PoolSettings(), on_commit, clock=self.clock.now, boot_id=self.boot_id
+            self.path, settings or PoolSettings(), on_commit, clock=self.clock.now, boot_id=self.boot_id, first_fence=0
         )
 
     def read(self, sql: str, *values: Any) -> list[Any]:

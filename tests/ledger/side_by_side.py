@@ -39,13 +39,14 @@ from gpu_worker_pool.core import (
     Ticked,
     Unreachable,
     WakeAt,
-    check_invariants,
     restore,
     save,
 )
-from gpu_worker_pool.core.saved import to_json, with_later_fields
+from gpu_worker_pool.core.invariants import check_invariants
+from gpu_worker_pool.core.saved import to_json, with_later_fields, with_later_lease_fields
+from gpu_worker_pool.core.service import unserved_seconds
 from gpu_worker_pool.errors import IllegalEventError
-from gpu_worker_pool.ledger.sqlite import SILENCE_SECONDS, SQLiteLedger
+from gpu_worker_pool.ledger.sqlite import SQLiteLedger
 from gpu_worker_pool.testing import History, gpus, snapshot
 from tests.fakes.memory_ledger import MemoryLedger
 from tests.ledger.places import InSQLite, Told, request
@@ -92,7 +93,7 @@ class Member:
 
     def __init__(self, path: Path, settings: PoolSettings, clock: StandingClock, boot_id: str) -> None:
         self.told = Told()
-        self.ledger = SteppedLedger(path, settings, self.told, clock=clock.now, boot_id=boot_id)
+        self.ledger = SteppedLedger(path, settings, self.told, clock=clock.now, boot_id=boot_id, first_fence=0)
 
     def take_effects(self) -> list[Effect]:
         effects = self.told.effects
@@ -161,15 +162,18 @@ def checked_books(pool: Pool) -> dict[str, Any]:
 
 
 _ROWS = (
-    "SELECT requests.request_id, requests.data, coalesce(later_fields.data, '{}')"
-    " FROM requests LEFT JOIN later_fields USING (request_id)"
+    "SELECT requests.request_id, kind, requests.data, later_fields.data, later_lease_fields.data FROM requests"
+    " LEFT JOIN later_fields USING (request_id) LEFT JOIN later_lease_fields USING (request_id)"
 )
 
 
 def written(place: InSQLite, which: str) -> dict[str, Any]:
     """Rows of the file by request id, with what came after the first format and is stored apart."""
-    rows = place.read(f"{_ROWS} WHERE {which}")
-    return {request_id: with_later_fields(json.loads(data), json.loads(later)) for request_id, data, later in rows}
+    found = {}
+    for request_id, kind, data, later, of_lease in place.read(f"{_ROWS} WHERE {which}"):
+        row = with_later_fields(json.loads(data), json.loads(later or "{}"))
+        found[request_id] = row if kind == "waiter" else with_later_lease_fields(row, json.loads(of_lease or "{}"))
+    return found
 
 
 def check_file(place: InSQLite, pool: Pool, outcomes_at: float) -> None:
@@ -195,6 +199,8 @@ class SideBySide(Histories):
     settings_of_pool = PoolSettings(
         remember_seconds=60.0, offer_ttl_seconds=2.0, max_bypass_seconds=1e9, most_waiting_of_an_account=3
     )
+    #: Holders are asked with each reading, and two processes read twice as often as one.
+    may_ask_holders = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,19 +232,29 @@ class SideBySide(Histories):
             self._follows(member)  # what the other one did while it lagged
 
     @precondition(lambda self: self.lease_ids)
-    @rule(number=st.integers(0, 11), by=st.sampled_from(["me", "you", None, None]))
-    def renew(self, number: int, by: str | None) -> None:
-        if self.now - self.stamped_at() > SILENCE_SECONDS:
-            assert self.step(Ticked())  # gives everybody time first, of which this rule must know
-        super().renew(number, by)
+    @rule(
+        number=st.integers(0, 11), by=st.sampled_from(["me", "you", None, None]), is_busy=st.sampled_from([False, True])
+    )
+    def renew(self, number: int, by: str | None, is_busy: bool) -> None:
+        self._notice_silence()
+        super().renew(number, by, is_busy)
+
+    @precondition(lambda self: self.lease_ids)
+    @rule(number=st.integers(0, 11))
+    def end_quarantine(self, number: int) -> None:
+        self._notice_silence()
+        super().end_quarantine(number)
+
+    def _notice_silence(self) -> None:
+        if unserved_seconds(self.stamped_at(), self.now, self.settings_of_pool) is not None:
+            assert self.step(Ticked())  # gives everybody time first, of which these rules must know
 
     # ---- one step of all
 
     def step(self, event: Event) -> bool:
         self.files.clock.at = self.now
         effects: list[Effect] = []
-        if (unserved_seconds := self._unserved_seconds()) is not None:
-            resumed = Resumed(unserved_seconds)
+        if (resumed := self._resumed()) is not None:
             assert super().step(resumed)
             effects += self.history.steps[-1][2]
             self._in_oracle()
@@ -297,16 +313,16 @@ class SideBySide(Histories):
             self.files.run(member.ledger.follow())
         assert (told := decisions(member.take_effects())) == [], told
 
-    def _unserved_seconds(self) -> float | None:
+    def _resumed(self) -> Resumed | None:
         """As whoever looks at the file finds it (rule 10)."""
         metas = [self.files.place(name).read("SELECT now FROM meta") for name in self.files.groups]
         assert metas[0] == metas[1], "one file was stamped and the other was not"
         if self.has_rebooted:
             self.has_rebooted = False
-            return 0.0  # its stamp is of another clock
+            return Resumed(None)  # its stamp is of another clock
         (stamp,) = metas[0]
-        unserved_seconds = 0.0 if stamp is None else max(self.now - stamp, 0.0)
-        return unserved_seconds if unserved_seconds > SILENCE_SECONDS else None
+        unserved = unserved_seconds(stamp, self.now, self.settings_of_pool)
+        return None if unserved is None else Resumed(unserved)
 
     def _to_memory(self, event: Event, answer: tuple[Effect, ...] | None = None) -> None:
         if self.memory is not None:
@@ -374,12 +390,15 @@ class SideBySide(Histories):
         observed = self.last_observed
         assert observed is not None
         freed = [card.freed_at for card in self.oracle.cards.values() if card.freed_at > -math.inf]
-        if max(freed, default=-math.inf) >= self.oracle.endpoint_begun["a"] or self.now - self.stamped_at() > 5.0:
+        if max(freed, default=-math.inf) >= self.oracle.endpoint_begun["a"] or self._is_stamp_due():
             return  # what was on a GPU before its last lease is known only to who has read it since
         self.files.reopen("shared", 1 - self.active)
         again = self.files.groups["shared"][1 - self.active]
         assert self._submitted(again, observed) == decisions(again.take_effects()) == []
         self.compare()
+
+    def _is_stamp_due(self) -> bool:
+        return self.now - self.stamped_at() >= self.settings_of_pool.stamp_seconds
 
     def stamped_at(self) -> float:
         (stamp,) = self.files.place("alone").read("SELECT now FROM meta")

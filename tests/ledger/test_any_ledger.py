@@ -27,9 +27,9 @@ from gpu_worker_pool.core import (
     Stopped,
     Ticked,
     Waiter,
-    check_invariants,
     explain,
 )
+from gpu_worker_pool.core.invariants import check_invariants
 from gpu_worker_pool.errors import (
     IllegalEventError,
     LeaseEndedError,
@@ -107,7 +107,7 @@ async def test_what_it_tells_is_enough_to_know_who_waits_and_who_holds(opened: O
     await ledger.submit(read(opened.place, 1))
     now_held = opened.told.changes["waits"]
     assert isinstance(now_held, Lease)
-    assert opened.told.all[-1].fence == 2
+    assert opened.told.all[-1].grants == 2
     assert opened.told.all[-1].tally[LeaseState.RELEASED] == 1
 
 
@@ -226,8 +226,9 @@ async def test_what_falls_due_happens_although_nobody_asks(opened: Opened) -> No
     ledger = opened(settings)
     await ledger.submit(read(opened.place, 1))
     lease = await granted(ledger, "expires", ttl=10.0)
+    await opened.serves(ledger, 9.0 + settings.expiry_grace_seconds)
     seen = len(opened.told.all)
-    opened.clock.advance(10.0 + settings.expiry_grace_seconds)
+    opened.clock.advance(1.0)
     async with asyncio.timeout(5):
         while len(opened.told.all) == seen:
             await asyncio.sleep(0.005)
@@ -254,8 +255,7 @@ async def test_a_waiter_that_times_out_or_is_given_up_has_ended(opened: Opened) 
     await granted(ledger, "holds")
     await ledger.submit(Requested(request("impatient"), deadline=now + 1.0))
     await ledger.submit(Requested(request("polls"), poll_deadline=now + 1.0))
-    opened.clock.advance(5.0)
-    await ledger.submit(Ticked())
+    await opened.serves(ledger, 5.0)
     assert await ledger.submit(Requested(request("impatient"))) == (Ended("impatient", RequestState.TIMED_OUT),)
     assert await ledger.submit(Requested(request("polls"))) == (Ended("polls", RequestState.GIVEN_UP),)
     await check(ledger)
@@ -367,10 +367,9 @@ async def test_an_answer_that_was_not_delivered_is_only_offered(opened: Opened) 
     await ledger.submit(PollAbandoned("one", "first"))  # an old one: it was told since
     assert opened.told.changes["one"] == claimed
     await ledger.submit(PollAbandoned("one", "second"))
-    opened.clock.advance(9.0)
+    await opened.serves(ledger, 9.0)
     await ledger.submit(read(opened.place, 1))
-    opened.clock.advance(1.0)
-    await ledger.submit(Ticked())
+    await opened.serves(ledger, 1.0)
     assert [type(effect) for effect in await ledger.submit(Requested(request("two")))] == [Granted]
     assert await ledger.submit(Requested(request("one"))) == (
         Ended("one", RequestState.GRANTED, ("it was not claimed in time",)),

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpu_worker_pool.core import Granted, PoolSettings, Requested, check_invariants
+from gpu_worker_pool.core import Granted, PoolSettings, Requested
+from gpu_worker_pool.core.invariants import check_invariants
 from gpu_worker_pool.ledger import Ledger
 from gpu_worker_pool.ledger.sqlite import SQLiteLedger
 from gpu_worker_pool.testing import gpus, snapshot
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def open_again(place: InSQLite) -> SQLiteLedger:
-    return SQLiteLedger(place.path, PoolSettings(), Told(), clock=lambda: 1002.0, boot_id=BOOT_ID)
+    return SQLiteLedger(place.path, PoolSettings(), Told(), clock=lambda: 1002.0, boot_id=BOOT_ID, first_fence=0)
 
 
 async def check_after_the_crash(folder: Path) -> int:
@@ -63,6 +64,7 @@ async def serve_somebody(ledger: Ledger) -> None:
     await ledger.look(lambda pool, now: check_invariants(pool))
 
 
+@pytest.mark.fault(10)
 @pytest.mark.long
 @pytest.mark.timeout(180)
 def test_killed_at_every_write_of_a_grant(tmp_path: Path) -> None:

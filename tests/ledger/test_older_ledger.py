@@ -38,8 +38,8 @@ from gpu_worker_pool.core import (
     RequestState,
     Requirements,
     Waiter,
-    check_invariants,
 )
+from gpu_worker_pool.core.invariants import check_invariants
 from gpu_worker_pool.errors import LeaseEndedError, NotYourLeaseError
 from gpu_worker_pool.ledger.sqlite import SQLiteLedger
 from gpu_worker_pool.ledger.tables import SCHEMA
@@ -148,7 +148,8 @@ def written(place: InSQLite) -> dict[str, Any]:
     quarantines = [names(row["quarantine"]) for row in leases if row.get("quarantine")]
     ended = [names(row["lease"]) for row in leases if row.get("lease")]
     tables = place.read(
-        "SELECT name, sql FROM sqlite_schema WHERE sql IS NOT NULL AND name NOT LIKE 'later_fields%' ORDER BY name"
+        "SELECT name, sql FROM sqlite_schema WHERE sql IS NOT NULL AND name NOT LIKE 'later_%'"
+        " AND name NOT IN ('unrecorded', 'totals', 'policy') ORDER BY name"
     )
     return {"rows": rows, "quarantine": quarantines[0], "ended lease": ended[0], "tables": tables}
 

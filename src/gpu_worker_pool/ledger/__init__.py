@@ -6,7 +6,8 @@ Nothing outside this package depends on where they are stored: `Ledger` is all t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from dataclasses import field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from gpu_worker_pool.core.record import record
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.pool import Pool
     from gpu_worker_pool.core.queue import Waiter
     from gpu_worker_pool.core.remembered import Outcome
+    from gpu_worker_pool.ledger.policy_file import PolicyInForce
+    from gpu_worker_pool.ledger.usage_files import UsageRead
 
 T = TypeVar("T")
 
@@ -33,8 +36,10 @@ class Committed:
     #: Whether `changes` holds all waiters and leases: a request that is not in it has ended.
     is_everything: bool
     #: The number of grants there have been, and how requests and leases have ended.
-    fence: int
+    grants: int
     tally: Mapping[RequestState | LeaseState, int]
+    #: When it was decided: a reading that is wanted must begin after this, and may have begun before it was stored.
+    decided_at: float | None = field(default=None, compare=False)
 
 
 OnCommit: TypeAlias = Callable[[Committed], object]
@@ -56,6 +61,23 @@ class Ledger(Protocol):
 
     async def close(self) -> None:
         """Finishes what was submitted before."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why the last attempt to store something failed; None if it succeeded."""
+
+    @property
+    def policy(self) -> PolicyInForce:
+        """What limits its accounts."""
+
+    async def totals(self) -> dict[str, Any]:
+        """What is counted over the whole life of the ledger: `records.add_to_totals`."""
+
+    async def usage(self, begin: float, keep: Callable[[dict[str, Any]], bool] = ...) -> UsageRead:
+        """Records of what ended after `begin`, in seconds since 1970, and of the leases that are held now.
+
+        `keep` is called with each of the former, in another thread, and says whether it is among them.
+        """
 
     #: Made with the ledger, readable by everyone who can read the ledger.
     secret: str

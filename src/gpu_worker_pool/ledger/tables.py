@@ -7,11 +7,15 @@ the file; they are looked up one by one when they are needed again.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+import os
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.core.assignments import Lease
+from gpu_worker_pool.core.fair_share import Use
 from gpu_worker_pool.core.queue import Waiter
+from gpu_worker_pool.core.record import frozen
 from gpu_worker_pool.core.replication import Counters, GPUHistory
 from gpu_worker_pool.core.saved import (
     after_reboot,
@@ -21,12 +25,15 @@ from gpu_worker_pool.core.saved import (
     to_json,
     waiter_of,
     with_later_fields,
+    with_later_lease_fields,
     without_later_fields,
+    without_later_lease_fields,
 )
 from gpu_worker_pool.errors import LedgerUnavailableError
+from gpu_worker_pool.ledger.policy_file import StoredPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import apsw
 
@@ -39,6 +46,12 @@ FORMAT: Final = 1
 MOST_REMEMBERED: Final = 200_000
 #: How many are removed in one transaction at most.
 _REMOVED_AT_ONCE: Final = 5_000
+#: How large the file may become before more of them are removed; and how many of them at once, as they may be small.
+MOST_BYTES: Final = 256 * 1024 * 1024
+_REMOVED_FOR_SPACE: Final = 20_000
+#: How many records wait at most for a usage file that cannot be written, and how many are written at once.
+MOST_UNRECORDED: Final = 20_000
+_RECORDED_AT_ONCE: Final = 1_000
 
 _WAITER, _LEASE, _OUTCOME = "waiter", "lease", "outcome"
 
@@ -75,16 +88,47 @@ WHEN EXISTS (SELECT 1 FROM promised WHERE gpu_id = new.gpu_id AND (is_shared = 0
 BEGIN SELECT RAISE(ABORT, 'this GPU is promised already'); END;
 """
 
+#: Fences of a ledger begin at the time when it was made, in milliseconds since then: a later ledger has higher ones.
+FENCES_BEGAN_AT: Final = 1_735_689_600  # 2025-01-01
+
+
+def schema_from(first_fence: int | None = None) -> str:
+    """For a new ledger. No fence, and so no lease id, is ever repeated, whatever became of an older ledger."""
+    if first_fence is None:
+        passed = time.time() - FENCES_BEGAN_AT
+        # A host without a clock begins in 1970 with every boot.
+        first_fence = int(passed * 1000) if passed > 0 else int.from_bytes(os.urandom(4))
+    return f"{SCHEMA}UPDATE meta SET fence = {first_fence:d};"  # noqa: S608  # a number
+
+
 #: What the first version did not have; `Tables` adds it to a ledger without it. Older versions do not look at it, and
 #: their transactions run the trigger.
 LATER_SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS later_fields (request_id TEXT PRIMARY KEY, data TEXT NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TRIGGER IF NOT EXISTS later_fields_forgotten AFTER DELETE ON requests
 BEGIN DELETE FROM later_fields WHERE request_id = old.request_id; END;
+CREATE TABLE IF NOT EXISTS later_lease_fields (request_id TEXT PRIMARY KEY, data TEXT NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS later_lease_fields_forgotten AFTER DELETE ON requests
+BEGIN DELETE FROM later_lease_fields WHERE request_id = old.request_id; END;
+-- Records of what has ended, until they are in the usage files.
+CREATE TABLE IF NOT EXISTS unrecorded (number INTEGER PRIMARY KEY, record TEXT NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS totals (name TEXT PRIMARY KEY, data TEXT NOT NULL) STRICT, WITHOUT ROWID;
+-- The last policy that could be read.
+CREATE TABLE IF NOT EXISTS policy (
+    id INTEGER PRIMARY KEY CHECK (id = 1), source TEXT NOT NULL, text TEXT NOT NULL
+) STRICT;
+"""
+#: The last of its names: a ledger that has it has all of them.
+_LAST_OF_SCHEMA: Final = "policy"
+#: The same for what came with fair share, where use counts.
+USE_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS used (
+    account TEXT PRIMARY KEY, gpu_seconds REAL NOT NULL, at REAL NOT NULL, revision INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
 """
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Meta:
     """The row of the table `meta`."""
 
@@ -100,11 +144,17 @@ class Meta:
 
 
 class Tables:
-    def __init__(self, connection: apsw.Connection) -> None:
+    def __init__(self, connection: apsw.Connection, *, stores_use: bool = False) -> None:
+        """`stores_use`: of accounts, for fair share."""
+        self._stores_use = stores_use
         self._execute = connection.execute
-        if connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'later_fields_forgotten'").fetchone() is None:
+        names = "SELECT 1 FROM sqlite_schema WHERE name = ?"
+        if connection.execute(names, (_LAST_OF_SCHEMA,)).fetchone() is None:
             with connection:
                 connection.execute(LATER_SCHEMA)
+        if stores_use and connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'used'").fetchone() is None:
+            with connection:
+                connection.execute(USE_SCHEMA)
         #: The rows of the table `gpus`, as far as this process knows.
         self._gpu_rows: dict[str, tuple[Any, ...]] = {}
 
@@ -128,7 +178,7 @@ class Tables:
             self._gpu_rows.clear()
         else:
             found = self._execute(f"{_ROWS} WHERE revision > ?", (since_revision,))
-        news = [_known(kind, data, later) for kind, data, later in found]
+        news = [_known(*row) for row in found]
         # In order of arrival, whichever was written last.
         news.sort(key=lambda known: known.ticket if isinstance(known, Waiter) else 0)
         histories = []
@@ -140,7 +190,14 @@ class Tables:
             gpu_id, endpoint_id, last_fence, freed_at, read_after = row
             histories.append(GPUHistory(gpu_id, endpoint_id, last_fence, moment_of(freed_at), moment_of(read_after)))
         counters = Counters(meta.fence, meta.ticket, moment_of(meta.now), json.loads(meta.tally))
-        pool.replicate(news, histories, counters)
+        uses: list[Use] = []
+        if pool.fair_share is not None:
+            found = self._execute(
+                "SELECT account, gpu_seconds, at FROM used WHERE revision > ?",
+                (-1 if since_revision is None else since_revision,),
+            )
+            uses = [Use(*row) for row in found]
+        pool.replicate(news, histories, counters, uses)
 
     def ended_request(self, request_id: str) -> Outcome | None:
         return self._outcome("request_id", request_id)
@@ -148,9 +205,62 @@ class Tables:
     def ended_lease(self, lease_id: str) -> Outcome | None:
         return self._outcome("lease_id", lease_id)
 
+    def live_lease(self, lease_id: str) -> Lease | None:
+        row = self._execute(f"{_ROWS} WHERE lease_id = ? AND kind = 'lease'", (lease_id,)).fetchone()
+        return None if row is None else lease_of(_with_later(*row[1:]))
+
     def _outcome(self, column: str, value: str) -> Outcome | None:
         row = self._execute(f"{_ROWS} WHERE {column} = ? AND kind = 'outcome'", (value,)).fetchone()
-        return None if row is None else outcome_of(_with_later(row[1], row[2]))
+        return None if row is None else outcome_of(_with_later(*row[1:]))
+
+    # --- the policy, and what has ended ---
+
+    def policy(self) -> StoredPolicy | None:
+        row = self._execute("SELECT source, text FROM policy").fetchone()
+        return None if row is None else StoredPolicy(*row)
+
+    def store_policy(self, policy: StoredPolicy | None) -> None:
+        if policy is None:
+            self._execute("DELETE FROM policy")
+        else:
+            self._execute("INSERT OR REPLACE INTO policy VALUES (1, ?, ?)", policy)
+
+    def to_record(self, records: Iterable[dict[str, Any]]) -> bool:
+        """Remember these, in the transaction that ends what they are about; whether there are any."""
+        is_any = False
+        for record in records:
+            is_any = True
+            self._execute("INSERT INTO unrecorded (record) VALUES (?)", (_encode(record),))
+        return is_any
+
+    def has_unrecorded(self, count: int) -> bool:
+        """Whether there are at least so many of them."""
+        select = "SELECT count(*) FROM (SELECT 1 FROM unrecorded LIMIT ?)"
+        return int(self._execute(select, (count,)).get) >= count
+
+    def unrecorded(self) -> list[tuple[int, str]]:
+        """The oldest of them, with their numbers."""
+        select = "SELECT number, record FROM unrecorded ORDER BY number LIMIT ?"
+        rows: list[tuple[Any, ...]] = self._execute(select, (_RECORDED_AT_ONCE,)).fetchall()
+        return [(number, record) for number, record in rows]
+
+    def recorded(self, last_number: int) -> None:
+        """Those up to this one are in a usage file."""
+        self._execute("DELETE FROM unrecorded WHERE number <= ?", (last_number,))
+
+    def forget_unrecorded(self) -> int:
+        """Where they cannot be written for long: the file must not grow without bound. Returns how many were lost."""
+        newest = self._execute("SELECT max(number) FROM unrecorded").get or 0
+        self._execute("DELETE FROM unrecorded WHERE number <= ?", (newest - MOST_UNRECORDED,))
+        return int(self._execute("SELECT changes()").get)
+
+    def totals(self) -> dict[str, Any]:
+        """What is counted over the whole life of the ledger, by name."""
+        return {name: json.loads(data) for name, data in self._execute("SELECT name, data FROM totals")}
+
+    def store_totals(self, totals: Mapping[str, Any]) -> None:
+        for name, data in totals.items():
+            self._execute("INSERT OR REPLACE INTO totals VALUES (?, ?)", (name, _encode(data)))
 
     # --- writing ---
 
@@ -166,12 +276,23 @@ class Tables:
                 touched.update({gpu_id: pool.allocator.gpus[gpu_id] for gpu_id in lease.gpu_ids})
         for gpu in touched.values():
             self._write_gpu(gpu, revision)
+        if pool.fair_share is not None:
+            for use in pool.fair_share.uses(pool.fair_share.changed):
+                self._execute(
+                    "INSERT OR REPLACE INTO used VALUES (?, ?, ?, ?)", (use.account, use.gpu_seconds, use.at, revision)
+                )
+            pool.stored_use()
         meta = Meta(revision, pool.fence, pool.ticket, boot_id, pool.now, _tally(pool), before.forgotten)
         self._execute(
             "UPDATE meta SET revision = ?, fence = ?, ticket = ?, boot_id = ?, now = ?, tally = ?",
             (revision, meta.fence, meta.ticket, boot_id, meta.now, meta.tally),
         )
         return meta
+
+    def stamp(self, before: Meta, now: float) -> Meta:
+        """Only show that a process serves the ledger."""
+        self._execute("UPDATE meta SET now = ?", (now,))
+        return replace(before, now=now)
 
     def _write_request(self, known: Waiter | Lease | Outcome, last_fence: int, revision: int) -> None:
         kind, lease_id, ended_at = _WAITER, None, None
@@ -190,6 +311,7 @@ class Tables:
                 self._execute("DELETE FROM promised WHERE lease_id = ?", (lease_id,))
         row = to_json(known)
         later = without_later_fields(row)
+        of_lease = {} if kind == _WAITER else without_later_lease_fields(row)
         self._execute(
             "INSERT INTO requests VALUES (?1, ?2, ?3, ?4, ?5, ?6) ON CONFLICT (request_id) DO UPDATE"
             " SET kind = ?2, lease_id = ?3, ended_at = ?4, revision = ?5, data = ?6",
@@ -199,6 +321,12 @@ class Tables:
             self._execute(
                 "INSERT OR IGNORE INTO later_fields VALUES (?, ?)", (known.request.request_id, _encode(later))
             )
+        if of_lease:
+            self._execute(
+                "INSERT OR REPLACE INTO later_lease_fields VALUES (?, ?)", (known.request.request_id, _encode(of_lease))
+            )
+        elif kind != _WAITER:  # such as a holder that was asked to yield by one who has left
+            self._execute("DELETE FROM later_lease_fields WHERE request_id = ?", (known.request.request_id,))
 
     def _write_gpu(self, gpu: GPUResourceState, revision: int) -> None:
         endpoint_id, freed_at, read_after = gpu.endpoint.endpoint_id, to_json(gpu.freed_at), to_json(gpu.read_after)
@@ -207,8 +335,11 @@ class Tables:
             self._gpu_rows[gpu.gpu_id] = row
             self._execute("INSERT OR REPLACE INTO gpus VALUES (?, ?, ?, ?, ?, ?)", (*row, revision))
 
-    def forget_ended(self, before: float) -> None:
-        """Remove requests that ended before that time, and the oldest if there are too many."""
+    def forget_ended(self, before: float) -> bool:
+        """Remove requests that ended before that time, and the oldest if they are too many or need too much space.
+
+        Whether more should be removed soon: one that ends every moment could fill the disk.
+        """
         removed = self._execute(
             "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests WHERE ended_at < ? LIMIT ?)"
             " RETURNING revision",
@@ -222,8 +353,23 @@ class Tables:
                 " (SELECT rowid FROM requests WHERE ended_at IS NOT NULL ORDER BY ended_at LIMIT ?) RETURNING revision",
                 (min(too_many, _REMOVED_AT_ONCE),),
             ).fetchall()
+        excess = self._bytes_in_use() - MOST_BYTES
+        if excess > 0:
+            removed += self._execute(
+                "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM (SELECT rowid, sum(length(data)) OVER"
+                " (ORDER BY ended_at, rowid) - length(data) AS older FROM"
+                " (SELECT rowid, ended_at, data FROM requests WHERE ended_at IS NOT NULL ORDER BY ended_at LIMIT ?))"
+                " WHERE older < ?) RETURNING revision",
+                (_REMOVED_FOR_SPACE, excess),
+            ).fetchall()
         if removed:
             self._execute("UPDATE meta SET forgotten = max(forgotten, ?)", (max(removed)[0],))
+        return excess > 0 and bool(removed)
+
+    def _bytes_in_use(self) -> int:
+        """Without the pages that were freed: these are used again."""
+        pages = self._execute("PRAGMA page_count").get - self._execute("PRAGMA freelist_count").get
+        return int(pages * self._execute("PRAGMA page_size").get)
 
     def restart_clock(self, meta: Meta, now: float, boot_id: str) -> Meta:
         """After a reboot: shift all times to the new clock, and drop the processes, which are gone."""
@@ -236,23 +382,36 @@ class Tables:
                 "UPDATE requests SET ended_at = ?, revision = ?, data = ? WHERE request_id = ?",
                 (None if ended_at is None else ended_at + later, revision, _encode(row), request_id),
             )
+        rows = self._execute("SELECT request_id, data FROM later_lease_fields").fetchall()
+        for request_id, data in rows:
+            self._execute(
+                "UPDATE later_lease_fields SET data = ? WHERE request_id = ?",
+                (_encode(after_reboot(json.loads(data), later)), request_id),
+            )
         self._execute(
             "UPDATE gpus SET freed_at = freed_at + ?1, read_after = read_after + ?1, revision = ?2", (later, revision)
         )
+        if self._stores_use:
+            self._execute("UPDATE used SET at = at + ?1, revision = ?2", (later, revision))
         self._gpu_rows.clear()
         return replace(meta, revision=revision, now=now, boot_id=boot_id)
 
 
-_ROWS: Final = "SELECT kind, requests.data, later_fields.data FROM requests LEFT JOIN later_fields USING (request_id)"
+_ROWS: Final = (
+    "SELECT kind, requests.data, later_fields.data, later_lease_fields.data FROM requests"
+    " LEFT JOIN later_fields USING (request_id) LEFT JOIN later_lease_fields USING (request_id)"
+)
 
 
-def _with_later(data: str, later: str | None) -> dict[str, Any]:
+def _with_later(data: str, later: str | None, of_lease: str | None) -> dict[str, Any]:
     row: dict[str, Any] = json.loads(data)
-    return row if later is None else with_later_fields(row, json.loads(later))
+    if later is not None:
+        with_later_fields(row, json.loads(later))
+    return row if of_lease is None else with_later_lease_fields(row, json.loads(of_lease))
 
 
-def _known(kind: str, data: str, later: str | None) -> Waiter | Lease | Outcome:
-    row = _with_later(data, later)
+def _known(kind: str, data: str, later: str | None, of_lease: str | None) -> Waiter | Lease | Outcome:
+    row = _with_later(data, later, None if kind == _WAITER else of_lease)
     if kind == _WAITER:
         return waiter_of(row)
     return lease_of(row) if kind == _LEASE else outcome_of(row)

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpu_worker_pool.ledger.file import LedgerFile
-from gpu_worker_pool.ledger.tables import FORMAT, SCHEMA
+from gpu_worker_pool.ledger.tables import FORMAT, schema_from
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 #: Users are looked for among this many requests, the newest.
 _NEWEST: Final = 20_000
 
 
-class Seen(NamedTuple):
+class LedgerUse(NamedTuple):
     held: int
     waiting: int
     #: Accounts of holders and waiters, and of requests that ended within a day.
     accounts: frozenset[str]
+    #: The file whose policy the ledger remembers; None: it remembers none.
+    policy: str | None = None
 
 
-def try_ledger(path: Path) -> Seen:
+def _policy(execute: Callable[[str], Any]) -> str | None:
+    if execute("SELECT 1 FROM sqlite_schema WHERE name = 'policy'").fetchone() is None:
+        return None  # no newer version has opened it yet
+    row = execute("SELECT source FROM policy").fetchone()
+    return None if row is None else str(row[0])
+
+
+def try_ledger(path: Path) -> LedgerUse:
     """Open it, or make it, and take its write lock. Raises `LedgerUnavailableError` where a request would."""
-    file = LedgerFile(path, SCHEMA, FORMAT)
+    file = LedgerFile(path, schema_from(), FORMAT)
     try:
         with file.errors(), file.in_use:
             execute = file.connection.execute
             execute("BEGIN IMMEDIATE")
             try:
-                return Seen(
+                return LedgerUse(
                     execute("SELECT count(*) FROM requests WHERE kind = 'lease'").get,
                     execute("SELECT count(*) FROM requests WHERE kind = 'waiter'").get,
                     frozenset(
@@ -41,6 +51,7 @@ def try_ledger(path: Path) -> Seen:
                         )
                         if isinstance(account, str) and account
                     ),
+                    _policy(execute),
                 )
             finally:
                 execute("ROLLBACK")
