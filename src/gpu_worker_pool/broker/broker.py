@@ -11,11 +11,12 @@ import hashlib
 import hmac
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.broker.process_watch import ProcessWatch
+from gpu_worker_pool.broker.shared_view import SharedView
 from gpu_worker_pool.broker.usage import LeaseUsages
 from gpu_worker_pool.broker.waiting import Waiting, describe, describe_queue
 from gpu_worker_pool.clocks import boot_time
@@ -26,7 +27,9 @@ from gpu_worker_pool.core import (
     Granted,
     Lease,
     LeaseState,
+    LeaveRequested,
     Observed,
+    Origin,
     Outcome,
     PollAbandoned,
     QuarantineEnded,
@@ -36,10 +39,13 @@ from gpu_worker_pool.core import (
     Request,
     Requested,
     RequestState,
+    UseSeen,
     Waiter,
     explain,
     explain_requirements,
 )
+from gpu_worker_pool.core.accounts import uid_of
+from gpu_worker_pool.core.record import frozen
 from gpu_worker_pool.errors import (
     GPUWorkerPoolError,
     ImpossibleRequestError,
@@ -49,7 +55,9 @@ from gpu_worker_pool.errors import (
     RequestEndedError,
 )
 from gpu_worker_pool.hardware.leasable import readings_of, vanished_devices
+from gpu_worker_pool.hardware.proc import user_name
 from gpu_worker_pool.hardware.samples import DriverAnswer
+from gpu_worker_pool.ledger.policy_file import PolicyInForce, groups_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -58,8 +66,9 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core import Effect, Event, Explanation, Pool, Requirements
     from gpu_worker_pool.hardware.samples import GPUReading, HostSample
     from gpu_worker_pool.ledger import Committed, Ledger, OnCommit
+    from gpu_worker_pool.ledger.usage_files import UsageRead
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 __all__ = ["Change", "LeaseBroker", "Waiting", "owner_of"]
 
@@ -69,7 +78,7 @@ POLL_MARGIN_SECONDS: Final = 0.25
 WATCH_SECONDS: Final = 0.2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Change:
     """A committed change of one request; `before` is None where it was not known."""
 
@@ -104,13 +113,15 @@ class LeaseBroker:
         #: Offered, held and quarantined leases that this process knows of, by lease id, oldest first. Read-only.
         self.leases: dict[str, Lease] = {}
         #: Whether these are all: only after the first transaction.
-        self.is_informed = False
+        self.is_informed: bool = False
+        #: The ids of these leases, by request id.
+        self._granted: dict[str, str] = {}
         #: Waiters by request id.
         self.waiting: dict[str, Waiter] = {}
         #: Numbers of grants, and of ended requests and leases, since the ledger was made.
-        self.fence = 0
+        self.grants: int = 0
         self.tally: Mapping[RequestState | LeaseState, int] = {}
-        self.usages = LeaseUsages(idle_after_seconds)
+        self.usages: LeaseUsages = LeaseUsages(idle_after_seconds)
         self._open_ledger = open_ledger
         self._want_reading = want_reading
         self._on_leases = on_leases or (lambda _: None)
@@ -128,6 +139,7 @@ class LeaseBroker:
         self._unsubmitted: HostSample | None = None
         self._is_observing = False
         self._process_watch = ProcessWatch()
+        self._queue_view = SharedView(self._build_queue)
 
     # --- start and stop ---
 
@@ -158,9 +170,25 @@ class LeaseBroker:
             self._wake(request_id)
 
     @property
+    def policy(self) -> PolicyInForce:
+        """What limits the accounts of the ledger."""
+        return PolicyInForce() if self._ledger is None else self._ledger.policy
+
+    async def totals(self) -> dict[str, Any]:
+        """What is counted over the whole life of the ledger."""
+        return await self._opened().totals()
+
+    async def usage(self, begin: float, keep: Callable[[dict[str, Any]], bool] = lambda _: True) -> UsageRead:
+        """Records of what ended after `begin`, in seconds since 1970, and of the leases that are held now.
+
+        `keep` is called with each of the former, in another thread, and says whether it is among them.
+        """
+        return await self._opened().usage(begin, keep)
+
+    @property
     def problem(self) -> str | None:
-        """Why nothing can be leased; None while the ledger is open."""
-        return str(self._why_closed) if self._ledger is None else None
+        """Why nothing can be leased; None while the ledger can be written."""
+        return str(self._why_closed) if self._ledger is None else self._ledger.problem
 
     def _open(self, *, is_unusable_final: bool = False) -> None:
         try:
@@ -198,6 +226,8 @@ class LeaseBroker:
         `RequestEndedError`, `TooManyWaitingError`, `LedgerUnavailableError`, or `PoolStoppedError` when the broker
         stops.
         """
+        if (groups := await self._groups_of(request.account)) is not None:
+            request = replace(request, groups=groups)
         poll_deadline = self._clock() + wait_seconds
         poll = partial(self._poll, request, may_reserve=may_reserve, poll_id=poll_id)
         listener = self._listen(request.request_id)
@@ -228,6 +258,23 @@ class LeaseBroker:
             return lease
         finally:
             self._unlisten(request.request_id, listener)
+
+    async def place(self, request: Request, *, poll_id: str = "", is_offer: bool = False) -> Lease:
+        """Grant it now, or raise an `ImpossibleRequestError` and forget it: its fleet says whose turn it is.
+
+        Once it has a lease here, it is that lease. `is_offer`: nobody listens, so it must be claimed like any offer.
+        """
+        poll_deadline = self._clock() - 1.0 if is_offer else None
+        event = Requested(request, poll_deadline=poll_deadline, poll_id=poll_id, may_wait=False)
+        lease = self._answer_in(await self._submit(event), request.request_id)
+        if lease is None:
+            raise RequestEndedError(state=RequestState.REJECTED.value)
+        return lease
+
+    async def _groups_of(self, account: str) -> tuple[str, ...] | None:
+        policy = self._opened().policy.policy
+        # The system's database of groups may be far away.
+        return await asyncio.to_thread(groups_of, account, policy) if policy.groups else None
 
     async def _poll(self, request: Request, poll_deadline: float, *, may_reserve: bool, poll_id: str) -> Lease | None:
         event = Requested(request, poll_deadline=poll_deadline, may_reserve=may_reserve, poll_id=poll_id)
@@ -261,8 +308,8 @@ class LeaseBroker:
 
     def held_by(self, request_id: str) -> Lease | None:
         """The lease that this request was granted, if its client knows of it."""
-        leases = (lease for lease in self.leases.values() if lease.request.request_id == request_id)
-        return next((lease for lease in leases if lease.state is LeaseState.HELD), None)
+        lease = self.leases.get(self._granted.get(request_id, ""))
+        return lease if lease is not None and lease.state is LeaseState.HELD else None
 
     async def held(self) -> list[Lease]:
         """Offered, held and quarantined leases of the ledger; also while it cannot be written."""
@@ -272,11 +319,20 @@ class LeaseBroker:
         """One of `held`."""
         return await self._opened().look(lambda pool, _: pool.leases.lookup(lease_id))
 
-    async def renew(self, lease_id: str, by: str | None) -> Lease:
-        effects = await self._submit(Renewed(lease_id, by))
+    async def renew(self, lease_id: str, by: str | None, *, is_busy: bool = False) -> Lease:
+        """`is_busy`: its holder says that it is not idle, whatever readings show."""
+        try:
+            effects = await self._submit(Renewed(lease_id, by, is_busy=is_busy))
+        except LedgerUnavailableError as error:
+            error.lease = error.lease or "unknown"
+            raise
         # Others may have been granted something at the same moment.
         leases = (effect.lease for effect in effects if isinstance(effect, Granted))
         return next(lease for lease in leases if lease.lease_id == lease_id)
+
+    async def ask_to_leave(self, lease_id: str, reason: str) -> None:
+        """Ask the holder of a lease to give it back; it need not. It learns that when it renews the lease."""
+        await self._submit(LeaveRequested(lease_id, reason))
 
     async def release(self, lease_id: str, by: str | None) -> None:
         """Twice is harmless. `by=None`: an administrator, who may also end a quarantine."""
@@ -284,7 +340,7 @@ class LeaseBroker:
         if by is None and lease is not None and lease.state is LeaseState.QUARANTINED:
             await self._submit(QuarantineEnded(lease_id))
         else:
-            await self._submit(Released(lease_id, by))
+            await self._submit(Released(lease_id, by, use=self.usages.use_of(lease_id)))
 
     # --- views ---
 
@@ -292,13 +348,41 @@ class LeaseBroker:
         """Why it waits, GPU by GPU; None if it does not."""
         return await self._opened().look(lambda pool, now: explain(pool, request_id, now))
 
-    async def explain_requirements(self, requirements: Requirements, within: str | None = None) -> Explanation:
-        """Why a request with these requirements, inside this lease, would wait now."""
-        return await self._opened().look(lambda pool, now: explain_requirements(pool, requirements, now, within=within))
+    async def explain_requirements(
+        self, requirements: Requirements, within: str | None = None, account: str = ""
+    ) -> Explanation:
+        """Why a request of this account with these requirements, inside this lease, would wait now."""
+        request = None
+        if account:
+            uid, groups = uid_of(account), await self._groups_of(account)
+            origin = None if uid is None else Origin(user_name(uid), is_verified=True)
+            request = Request("", requirements, account=account, within=within, origin=origin, groups=groups)
+        return await self._opened().look(
+            lambda pool, now: explain_requirements(pool, requirements, now, request, within)
+        )
 
-    async def queue(self) -> list[Waiting]:
-        """All waiting requests, in order."""
-        return await self._opened().look(describe_queue)
+    async def queue(self) -> tuple[Waiting, ...]:
+        """All waiting requests, in order: the same object for all who ask before anything has changed."""
+        self._opened()
+        return await self._queue_view.get()
+
+    async def _build_queue(self) -> tuple[Waiting, ...]:
+        return tuple(await self._opened().look(describe_queue))
+
+    async def known(self, request_id: str) -> Waiter | Lease | Outcome | None:
+        """What has become of a request: it waits, has a lease, or ended recently."""
+        return await self._opened().look(lambda pool, _: pool.requests.get(request_id))
+
+    async def granted_and_ended(self, most: int) -> list[Outcome]:
+        """The last requests whose leases have ended."""
+        return await self._opened().look(
+            lambda pool, _: [found for found in pool.outcomes if found.lease is not None][-most:]
+        )
+
+    @property
+    def ledger_id(self) -> str:
+        """Tells this ledger from all others."""
+        return hashlib.sha256(f"ledger {self._opened().secret}".encode()).hexdigest()[:32]
 
     async def request_of(self, request_id: str) -> Request | None:
         """A request that waits, holds a lease, or ended recently."""
@@ -337,6 +421,7 @@ class LeaseBroker:
         self._vanished.update(vanished_devices(self._gpus, sample.answer.gpus))
         self._vanished.difference_update(device.uuid for gpu in sample.answer.gpus for device in gpu.mig_devices)
         self._gpus = sample.answer.gpus
+        self._queue_view.outdate()
         self.usages.take(sample, self.leases.values())
         # Of several samples that wait to be submitted only the newest matters.
         self._unsubmitted = sample
@@ -352,6 +437,8 @@ class LeaseBroker:
                 if self._vanished and await self._submit_quietly(GPUsVanished(gone := tuple(self._vanished))):
                     self._vanished.difference_update(gone)
                 await self._submit_quietly(Observed("", readings_of(sample.answer.gpus), sample.begun_at))
+                if uses := self.usages.to_store(self.leases.values(), self.policy.policy.idle):
+                    await self._submit_quietly(UseSeen(uses))
         finally:
             self._is_observing = False
 
@@ -370,7 +457,8 @@ class LeaseBroker:
 
     def _committed(self, committed: Committed) -> None:
         self.is_informed = True
-        self.fence, self.tally = committed.fence, committed.tally
+        self._queue_view.outdate()
+        self.grants, self.tally = committed.grants, committed.tally
         changed: list[Change] = []
         if committed.is_everything:
             self._forget_all_but(committed.changes)
@@ -384,7 +472,7 @@ class LeaseBroker:
         for request_id in committed.changes:
             self._wake(request_id)
         if any(isinstance(effect, ReadingWanted) for effect in committed.effects):
-            self._want_reading(self._clock())
+            self._want_reading(self._clock() if committed.decided_at is None else committed.decided_at)
         if self.on_change is not None:
             for change in changed:
                 self.on_change(change)
@@ -396,8 +484,10 @@ class LeaseBroker:
         elif isinstance(after, Lease):
             before = self.leases.get(after.lease_id, before)
             self.leases[after.lease_id] = after
+            self._granted[request_id] = after.lease_id
         elif after.lease is not None:
             before = self.leases.pop(after.lease.lease_id, before)
+            self._granted.pop(request_id, None)
         return before
 
     def _forget_all_but(self, known: Mapping[str, Waiter | Lease | Outcome]) -> None:
@@ -405,6 +495,7 @@ class LeaseBroker:
         for lease in list(self.leases.values()):
             if lease.request.request_id not in known:
                 del self.leases[lease.lease_id]
+                self._granted.pop(lease.request.request_id, None)
         for request_id in list(self.waiting):
             if request_id not in known:
                 del self.waiting[request_id]

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Final
 from gpu_worker_pool.broker.broker import LeaseBroker
 from gpu_worker_pool.broker.simulated_load import SimulatedLoad
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.core.settings import PoolSettings
+from gpu_worker_pool.core.accounts import account_of_user
+from gpu_worker_pool.core.settings import host_settings
 from gpu_worker_pool.errors import ServiceRefusedError, ServiceRetryableError
+from gpu_worker_pool.hardware.processes import is_holder_gone
 from gpu_worker_pool.hardware.sampler import host_sampler
 from gpu_worker_pool.hardware.samples import DriverFailure
 from gpu_worker_pool.ledger.host import open_host_ledger
 
 if TYPE_CHECKING:
+    from gpu_worker_pool.core.settings import PoolSettings
     from gpu_worker_pool.hardware.readers import Reader
     from gpu_worker_pool.hardware.samples import HostSample
 
@@ -27,14 +30,16 @@ FIRST_SAMPLE_SECONDS: Final = 3.0
 #: An older sample is stale (rule 1).
 SAMPLE_MAX_AGE_SECONDS: Final = 15.0
 #: Codes of a `DriverError` where no driver is installed: trying again does not help.
-NO_DRIVER: Final = frozenset({"nvidia_smi_not_found", "nvml_not_found"})
+NO_DRIVER: Final = frozenset({"nvidia_smi_not_found", "nvml_not_found", "amd_smi_not_found", "reader_not_found"})
+#: How long who asks once waits until the leases of holders that have just died are ended.
+DEAD_HOLDER_SECONDS: Final = 1.0
 #: How often to check for an up-to-date sample: an old one from another process may arrive first.
 _CHECK_SECONDS: Final = 0.01
 
 
 def local_user() -> str:
     """The account and owner of leases that this user takes without a server."""
-    return f"user:{os.getuid()}"
+    return account_of_user(os.getuid())
 
 
 class LocalBroker:
@@ -54,7 +59,7 @@ class LocalBroker:
         #: The last sample that the broker was given, and the last one without a `DriverFailure`.
         self._last: HostSample | None = None
         self._good: HostSample | None = None
-        settings = settings or PoolSettings(poll_seconds=INTERVAL_SECONDS)
+        settings = settings or host_settings(poll_seconds=INTERVAL_SECONDS)
         load = SimulatedLoad.of(backend)
         self._sampler = host_sampler(
             backend,
@@ -65,7 +70,7 @@ class LocalBroker:
             reader=reader,
             holders=tuple if load is None else load.holders,
         )
-        self.broker = LeaseBroker(
+        self.broker: LeaseBroker = LeaseBroker(
             lambda on_commit: open_host_ledger(backend, settings, on_commit, state_dir=state_dir),
             self._sampler.want_fresh,
             on_leases=None if load is None else load.take,
@@ -102,6 +107,21 @@ class LocalBroker:
             raise ServiceRetryableError(failure.message)
         silent = timeout_seconds if self._good is None else boot_time() - self._good.begun_at
         raise ServiceRetryableError(f"the driver has not answered for {silent:.0f} s")
+
+    async def until_dead_holders_are_noticed(self, *, and_their_gpus_seen: bool = False) -> None:
+        """For those who ask once: the last one to serve the ledger may have been killed together with a holder.
+
+        `and_their_gpus_seen`: also until their quarantine has ended, if that takes no longer than a reading.
+        """
+        deadline = boot_time() + DEAD_HOLDER_SECONDS
+        while any(
+            is_holder_gone(lease.request)
+            for lease in await self.broker.held()
+            if lease.request.process and (lease.is_live or and_their_gpus_seen)
+        ):
+            if boot_time() > deadline:
+                return
+            await asyncio.sleep(0.02)
 
     def _fresh(self) -> HostSample | None:
         good = self._good

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.core import Cancelled, HolderGone, Waiter
-from gpu_worker_pool.hardware.processes import is_gone
+from gpu_worker_pool.hardware.processes import is_gone, is_holder_gone
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -36,6 +36,6 @@ class ProcessWatch:
                 continue
             if isinstance(known, Waiter):
                 events.append(Cancelled(known.request.request_id))
-            elif known.is_live:
+            elif known.is_live and is_holder_gone(known.request):
                 events.append(HolderGone(known.lease_id, is_proven=True))
         return events

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.core import Waiter, explain
 from gpu_worker_pool.core.origins import process_names
+from gpu_worker_pool.core.record import frozen
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core import Explanation, Pool, Request
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 EXPLAINED_CLASSES: Final = 20
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Waiting:
     """A request that waits."""
 
