@@ -30,7 +30,7 @@ LEASE = Lease("lease-7", Request("r"), "", ("GPU-1", "gpu-3"), HELD, 7, LeaseSta
         ("user:0", "root"),
         ("user:4294967294", "4294967294"),
         ("user:99999999999999999999", "99999999999999999999"),
-        ("user:x", "x"),
+        ("user:x", None),
     ],
 )
 def test_whose_it_is(account: str, user: str | None) -> None:

@@ -8,16 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from gpu_worker_pool.api import decoder
+from gpu_worker_pool.api.fleet_rows import decode_fleet, decode_host_state
 from gpu_worker_pool.api.json_values import LARGEST_BODY_BYTES
+from gpu_worker_pool.api.replies import Fetched
 from gpu_worker_pool.api.transport import bad_reply, exchange, status_error, under
 from gpu_worker_pool.config import is_loopback_url, is_private_url
 from gpu_worker_pool.errors import (
+    GPUWorkerPoolError,
     ImpossibleRequestError,
     LeaseEndedError,
     NotYourLeaseError,
@@ -25,6 +28,7 @@ from gpu_worker_pool.errors import (
     RequestMismatchError,
     ServiceRefusedError,
     ServiceRetryableError,
+    TooManyLeasesError,
     TooManyWaitingError,
     UnknownLeaseError,
 )
@@ -39,8 +43,6 @@ if TYPE_CHECKING:
     from gpu_worker_pool.api.transport import HTTPReply
     from gpu_worker_pool.core.events import Origin
     from gpu_worker_pool.core.requirements import Requirements
-    from gpu_worker_pool.errors import GPUWorkerPoolError
-    from gpu_worker_pool.models import GPUStats
 
     Body = dict[str, Any]
 
@@ -51,8 +53,6 @@ _LARGE_BODY_BYTES: Final = 64 * 1024
 #: A release or a cancellation is not waited for as long as a slow reading.
 _SHORT_SECONDS: Final = 5.0
 _NO_SERVER: Final = "is this a GPU server, and is its API_PREFIX part of the configured URL?"
-#: Among the features of a server whose leases can be divided (`within` in `POST /leases`).
-INNER_LEASES: Final = "inner_leases"
 _NO_LEASES: Final = (
     "this server gives no leases: it is an older one, or not a gpu-worker-pool server; "
     "restart clients that used its leases before"
@@ -66,6 +66,10 @@ _LOST: Final[dict[tuple[int, str], type[GPUWorkerPoolError]]] = {
 }
 
 
+#: Keys of `POST /leases` that came later, and without which a request means the same.
+_NOT_NEEDED: Final = frozenset({"holder", "expected_seconds", "on_this_host"})
+
+
 class KeyAdvice(NamedTuple):
     """How to give a key, in the words of the program that shows the error."""
 
@@ -75,17 +79,6 @@ class KeyAdvice(NamedTuple):
 
 IN_PYTHON: Final = KeyAdvice("give api_key= or set GPU_POOL_API_KEY", "pass allow_insecure_key=True")
 ON_COMMAND_LINE: Final = KeyAdvice("set GPU_POOL_API_KEY", "set GPU_POOL_ALLOW_INSECURE_KEY=1")
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    stats: GPUStats
-    #: What was wrong with the reply, one sentence each, although it could be used.
-    problems: tuple[str, ...]
-    #: Monotonic. The readings are from `sent_at - stats.sample_age_seconds` or later.
-    sent_at: float
-    #: Until the last byte of the reply.
-    took_seconds: float
 
 
 class ServerHome(NamedTuple):
@@ -116,7 +109,7 @@ class APIClient:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         under(url, "/")  # a `ValueError` for a URL that cannot be used
-        self.url = url.rstrip("/")
+        self.url: str = url.rstrip("/")
         self.timeout_seconds = timeout_seconds
         self._session = session
         self._most_bytes = most_bytes
@@ -125,8 +118,8 @@ class APIClient:
         self._may_send_key = allow_insecure_key or is_private_url(url)
         self._sends_key = api_key is not None and (is_admin_key or not is_loopback_url(url))
         self._now = now
-        #: Whether `POST /leases` of this server knows the key `holder`, as far as we know.
-        self._takes_holder = True
+        #: Keys of `POST /leases` that this server does not know, and can do without.
+        self._unknown_keys: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
@@ -207,12 +200,11 @@ class APIClient:
     ) -> LeaseRow | QueuePosition:
         """Send a request, or poll for it again. `request` is the same every time."""
         body = request | {"wait_seconds": wait_seconds, "may_keep": may_reserve}
-        if not self._takes_holder:
-            body.pop("holder", None)
+        body = {name: value for name, value in body.items() if name not in self._unknown_keys}
         reply = await self._change("POST", "/leases", token, self.timeout_seconds + wait_seconds, body)
-        if reply.status == 422 and "holder" in body and _is_about_holder(decoder.decode_problem(reply.body)):
-            # An older server, which refuses every key it does not know. Who we are matters less than the GPU.
-            self._takes_holder = False
+        if reply.status == 422 and (unknown := _unneeded(body, decoder.decode_problem(reply.body))):
+            # An older server, which refuses every key it does not know. What these say matters less than the GPU.
+            self._unknown_keys |= unknown
             return await self.acquire(request, token, wait_seconds=wait_seconds, may_reserve=may_reserve)
         if reply.status in (200, 201):
             decode = partial(decoder.decode_lease, request_id=request["request_id"], count=request["count"])
@@ -229,11 +221,30 @@ class APIClient:
             raise RequestMismatchError(problem.detail or None)
         if problem.error == "too_many_waiting":
             raise TooManyWaitingError(problem.detail or None)
+        if problem.error == "too_many_leases":
+            raise TooManyLeasesError(problem.detail or None)
         raise self._error(reply)
 
-    async def renew(self, lease_id: str, token: str, *, timeout_seconds: float) -> None:
+    async def renew(
+        self, lease_id: str, token: str | None, *, timeout_seconds: float, is_busy: bool = False
+    ) -> LeaseRow | None:
+        """The lease, as far as it can be read: it is renewed all the same."""
         path = f"/leases/{quote(lease_id, safe='')}/renew"
-        self._check_held(await self._change("POST", path, token, timeout_seconds))
+        reply = await self._change("POST", path, token, timeout_seconds, {"is_busy": True} if is_busy else None)
+        try:
+            self._check_held(reply)
+        except ServiceRetryableError as error:
+            error.is_lease_held = reply.status == 503 and decoder.decode_problem(reply.body).lease == "held"
+            raise
+        try:
+            return await self._decoded(reply, decoder.decode_renewed)
+        except GPUWorkerPoolError:
+            return None
+
+    async def ask_to_leave(self, lease_id: str, reason: str | None) -> None:
+        path = f"/leases/{quote(lease_id, safe='')}/yield"
+        body = {} if reason is None else {"reason": reason}
+        self._check_held(await self._change("POST", path, None, min(self.timeout_seconds, _SHORT_SECONDS), body))
 
     async def release(self, lease_id: str, token: str | None) -> None:
         path = f"/leases/{quote(lease_id, safe='')}"
@@ -246,6 +257,23 @@ class APIClient:
         if reply.status != 404:
             self._check_held(reply)
         return reply.status != 404
+
+    # --- the fleet that the server belongs to ---
+
+    async def fleet(self) -> Body:
+        reply = await self._send("GET", "/fleet")
+        if reply.status in (404, 405):
+            raise ServiceRefusedError(f"{self.url} belongs to no fleet: gpu-pool serve --fleet or --join", status=404)
+        return await self._decoded(reply, decode_fleet)
+
+    async def administer_host(self, host: str, action: str) -> str | None:
+        """`action`: `drain`, `undrain` or `remove`. The state of the host afterwards."""
+        path = f"/fleet/hosts/{quote(host, safe='')}"
+        method, path = ("DELETE", path) if action == "remove" else ("POST", f"{path}/{action}")
+        reply = await self._change(method, path, None, self.timeout_seconds)
+        if reply.status == 401 and self._api_key is None:
+            raise ServiceRefusedError(f"{self._error(reply)}; {self._advice.give}", status=401)
+        return await self._decoded(reply, decode_host_state)
 
     def _check_held(self, reply: HTTPReply) -> None:
         if reply.status != 200:
@@ -325,8 +353,9 @@ def holder_body(origin: Origin) -> Body:
     return {name: value for name, value in said.items() if value is not None}
 
 
-def _is_about_holder(problem: Problem) -> bool:
-    return any(reason.startswith("holder") for reason in problem.reasons)
+def _unneeded(body: Body, problem: Problem) -> set[str]:
+    """What a server refuses of this request that it need not know."""
+    return {key for key in _NOT_NEEDED & body.keys() if any(reason.startswith(key) for reason in problem.reasons)}
 
 
 def requirements_body(requirements: Requirements) -> Body:

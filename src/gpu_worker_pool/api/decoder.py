@@ -30,7 +30,7 @@ from gpu_worker_pool.api.json_values import (
 from gpu_worker_pool.core.readings import LARGEST_MB
 from gpu_worker_pool.errors import ServiceRetryableError
 from gpu_worker_pool.hardware.origin import LONGEST_NAME
-from gpu_worker_pool.models import GPUInfo, GPUStats
+from gpu_worker_pool.models import UNKNOWN_GPU, GPUInfo, GPUStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,28 +109,26 @@ def decode_summary(body: bytes) -> DecodedSummary:
         raise ServiceRetryableError(f"sample_age_seconds is {shown(age)}, so the age of the readings is unknown")
 
     problems: list[str] = []
-    gpus, dropped = _summary_rows(rows, problems)
+    gpus = _summary_rows(rows, problems)
     if reply.get("gpu_count") != len(rows):
         problems.append(f"gpu_count is {shown(reply.get('gpu_count'))}, but {len(rows)} GPUs are listed")
     totals = _TOTALS(reply, "", problems)
     _check_used(totals, "total_used_memory_mb", "total_memory_mb", problems)
-    stats = GPUStats(gpu_count=len(gpus) + dropped, gpus_summary=gpus, sample_age_seconds=age, **totals)
+    stats = GPUStats(gpu_count=len(gpus), gpus_summary=gpus, sample_age_seconds=age, **totals)
     if len(problems) > _MOST_PROBLEMS:
         problems[_MOST_PROBLEMS:] = [f"and {len(problems) - _MOST_PROBLEMS} more"]
     return DecodedSummary(stats, tuple(problems))
 
 
-def _summary_rows(rows: list[Any], problems: list[str]) -> tuple[list[GPUInfo], int]:
-    """The GPUs in the order of the reply, and how many rows without a usable id were dropped."""
+def _summary_rows(rows: list[Any], problems: list[str]) -> list[GPUInfo]:
+    """The GPUs in the order of the reply, without those that have no usable id."""
     gpus: dict[int, GPUInfo] = {}
     uuids: dict[str, int] = {}
-    dropped = 0
     for position, row in enumerate(rows):
         gpu_id = row.get("gpu_id") if isinstance(row, dict) else None
         if type(gpu_id) is not int or not 0 <= gpu_id <= _LARGEST_GPU_ID:
             what = f"gpu_id is {shown(gpu_id)}" if isinstance(row, dict) else f"it is {shown(row)}"
             problems.append(f"row {position} is left out: {what}")
-            dropped += 1
             continue
         gpu = _sound_gpu(gpu_id, row, uuids)
         if gpu is None:
@@ -141,7 +139,7 @@ def _summary_rows(rows: list[Any], problems: list[str]) -> tuple[list[GPUInfo], 
             problems.append(f"GPU {gpu_id} is listed more than once; the busier row counts")
             gpu = max(gpus[gpu_id], gpu, key=_busyness)
         gpus[gpu_id] = gpu
-    return list(gpus.values()), dropped
+    return list(gpus.values())
 
 
 def _sound_gpu(gpu_id: int, row: Body, uuids: dict[str, int]) -> GPUInfo | None:
@@ -155,7 +153,7 @@ def _sound_gpu(gpu_id: int, row: Body, uuids: dict[str, int]) -> GPUInfo | None:
             row["fault"] is None
             and total <= LARGEST_MB
             and process_count <= _LARGEST_GPU_ID
-            and len(name) <= _LONGEST_NAME
+            and 0 < len(name) <= _LONGEST_NAME
             and name.isprintable()
             and uuid not in uuids
             and UUID_PATTERN.fullmatch(uuid) is not None
@@ -188,6 +186,7 @@ def _gpu(gpu_id: int, row: Body, faults: list[str], uuids: dict[str, int]) -> GP
     if uuid is not None and uuids.setdefault(uuid, gpu_id) != gpu_id:
         faults.append(f"uuid is that of GPU {uuids[uuid]}, too")
         found["uuid"] = None
+    found["name"] = found["name"] or UNKNOWN_GPU
     return GPUInfo(gpu_id, **_with_faults(found, faults))
 
 
@@ -305,20 +304,38 @@ _STATS: Final = _row(
 )
 _READERS["quarantine"] = _row("reason:text seconds:seconds")
 _READERS["leased_gpus"] = _rows("gpu_id:gpu_id uuid:text name:text")
-_READERS["leases"] = _rows(
-    "lease_id:text request_id:text worker_id:text fence:number gpus:leased_gpus granted_at:text expires_at:text "
-    "expires_in_seconds:seconds ttl_seconds:seconds state:text label:text memory_mb:number share:flag within:text "
-    "held_seconds:seconds quarantine:quarantine memory_used_mb:number idle_seconds:seconds is_idle:flag user:text "
-    "holder:holder",
-    key="lease_id",
+
+
+def _with_host(read: FieldReader, most: int = _MOST_ROWS) -> FieldReader:
+    """The same rows, each with its host where a fleet says it."""
+
+    def read_row(value: object, name: str, problems: list[str]) -> Body | None:
+        row: Body | None = read(value, name, problems)
+        if row is not None and isinstance(value, dict) and isinstance(host := value.get("host"), str):
+            row["host"] = cleaned(host, LONGEST_NAME)
+        return row
+
+    return listed(read_row, most, list)
+
+
+_READERS["leases"] = _with_host(
+    _row(
+        "lease_id:text request_id:text worker_id:text fence:number gpus:leased_gpus granted_at:text expires_at:text "
+        "yield_asked:flag yield_reason:text leave_in_seconds:seconds "
+        "expires_in_seconds:seconds ends_in_seconds:seconds ttl_seconds:seconds state:text label:text memory_mb:number "
+        "share:flag within:text "
+        "held_seconds:seconds quarantine:quarantine memory_used_mb:number idle_seconds:seconds is_idle:flag user:text "
+        "account:text expected_seconds:seconds max_seconds:seconds holder:holder",
+        key="lease_id",
+    )
 )
 _READERS["queue"] = _rows(
     "request_id:text worker_id:text position:number waiting_seconds:seconds reasons:reasons label:text "
-    "priority:number count:number holder:holder within:text",
+    "priority:number count:number account:text expected_seconds:seconds max_seconds:seconds holder:holder within:text",
     key="request_id",
 )
 _READERS["explained_obstacles"] = _rows("kind:text text:sentence actual:number limit:number", most=MOST_REASONS)
-_READERS["explained_gpus"] = _rows("gpu_id:gpu_id uuid:text name:text obstacles:explained_obstacles")
+_READERS["explained_gpus"] = _with_host(_row("gpu_id:gpu_id uuid:text name:text obstacles:explained_obstacles"))
 _READERS["readings"] = _rows(
     "timestamp:text memory_usage_percent:number utilization_percent:number", most=MOST_READINGS
 )
@@ -377,6 +394,17 @@ class LeaseRow(NamedTuple):
     state: str
     #: Number, UUID and name of each.
     gpus: tuple[tuple[int, str | None, str], ...]
+    #: How long the server took for the answer, and how long the lease lasts from then; None if it does not say.
+    waited_seconds: float | None = None
+    expires_in_seconds: float | None = None
+    #: Until its time limit ends it; None: it has none, or the server is an older one.
+    ends_in_seconds: float | None = None
+    #: Why its holder is asked to give it back; None: nobody asks.
+    yield_reason: str | None = None
+    #: When the policy ends it if it stays idle.
+    leave_in_seconds: float | None = None
+    #: In a fleet, the name of the host that has its GPUs; else empty.
+    host: str = ""
 
 
 class QueuePosition(NamedTuple):
@@ -394,6 +422,8 @@ class Problem:
     reasons: tuple[str, ...]
     #: How a request has ended.
     state: str
+    #: What became of a lease whose renewal failed: `held` or `unknown`.
+    lease: str = ""
 
 
 _HELD: Final = record(
@@ -402,13 +432,28 @@ _HELD: Final = record(
         "request_id": text(64, ""),
         "fence": whole_number(),
         "state": text(64, ""),
+        "waited_seconds": number(),
+        "expires_in_seconds": number(),
+        "ends_in_seconds": _READERS["seconds"],
+        "yield_asked": _READERS["flag"],
+        "yield_reason": text(300, ""),
+        "leave_in_seconds": _READERS["seconds"],
+        "host": text(40, ""),
         "gpus": listed(
             record({"gpu_id": whole_number(), "uuid": matching(UUID_PATTERN), "name": _NAME}, key="gpu_id"), MOST_GPUS
         ),
     }
 )
 _POSITION: Final = record({"position": whole_number(), "reasons": _REASONS})
-_PROBLEM: Final = record({"error": text(64, ""), "detail": text(1000, ""), "reasons": _REASONS, "state": text(64, "")})
+_PROBLEM: Final = record(
+    {
+        "error": text(64, ""),
+        "detail": text(1000, ""),
+        "reasons": _REASONS,
+        "state": text(64, ""),
+        "lease": text(64, ""),
+    }
+)
 
 
 def read_lease_row(value: object) -> LeaseRow:
@@ -422,7 +467,19 @@ def read_lease_row(value: object) -> LeaseRow:
     if problems:
         raise ServiceRetryableError(f"the lease cannot be used: {problems[0]}")
     gpus = tuple((gpu["gpu_id"], gpu["uuid"], gpu["name"]) for gpu in row["gpus"])
-    return LeaseRow(row["lease_id"], row["request_id"], row["fence"], row["state"], gpus)
+    names = ("waited_seconds", "expires_in_seconds", "ends_in_seconds", "leave_in_seconds")
+    times = {name: row[name] for name in names}
+    reason = (row["yield_reason"] or "somebody asks for it") if row["yield_asked"] else None
+    return LeaseRow(
+        row["lease_id"],
+        row["request_id"],
+        row["fence"],
+        row["state"],
+        gpus,
+        yield_reason=reason,
+        host=row["host"] or "",
+        **times,
+    )
 
 
 def decode_lease(body: bytes, request_id: str, count: int) -> LeaseRow:
@@ -433,6 +490,10 @@ def decode_lease(body: bytes, request_id: str, count: int) -> LeaseRow:
     if len(row.gpus) != count:
         raise ServiceRetryableError(f"the lease must have {count} GPUs, not {len(row.gpus)}")
     return row
+
+
+def decode_renewed(body: bytes) -> LeaseRow:
+    return read_lease_row(parse_json(body))
 
 
 def decode_queue_position(body: bytes) -> QueuePosition:
@@ -447,7 +508,7 @@ def decode_problem(body: bytes | None) -> Problem:
     except ServiceRetryableError:
         reply = None
     row = _PROBLEM(reply if isinstance(reply, dict) else {}, "", [])
-    return Problem(row["error"], row["detail"], tuple(row["reasons"]), row["state"])
+    return Problem(row["error"], row["detail"], tuple(row["reasons"]), row["state"], row["lease"])
 
 
 # --- envelopes ---

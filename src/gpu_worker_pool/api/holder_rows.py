@@ -32,6 +32,9 @@ def shown_holder(row: Mapping[str, Any]) -> str:
     """The holder or waiter of such a row for people: "ada train.py (pid 4242)"."""
     worker: str = row["worker_id"] or row.get("request_id") or row.get("lease_id") or "?"
     holder, inside = row.get("holder"), f" inside {row['within']}" if row.get("within") else ""
+    account = row.get("account")
+    if holder is None and account and " " not in account:  # the name of a key, which is sure
+        return (f"{account} {row['worker_id']}" if row["worker_id"] else account) + inside
     if holder is None:
         return worker + inside
     origin = Origin(holder["user"], holder["host"], holder["pid"], holder["program"], holder["verified"])

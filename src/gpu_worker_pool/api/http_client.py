@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.api.client import APIClient, Fetched
+from gpu_worker_pool.api.client import APIClient
+from gpu_worker_pool.api.replies import Fetched
 from gpu_worker_pool.api.transport import make_session
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class MultiEndpointHTTPClientPool:
     """A client for each endpoint, over one session that is closed with it."""
 
     def __init__(self, *, timeout_seconds: float, session: aiohttp.ClientSession | None = None) -> None:
-        self.session = make_session() if session is None else session
+        self.session: aiohttp.ClientSession = make_session() if session is None else session
         self._timeout_seconds = timeout_seconds
 
     def client_for(self, endpoint: EndpointConfig) -> AsyncGPUStatsHTTPClient:

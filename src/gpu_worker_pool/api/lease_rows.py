@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.api.holder_rows import holder_row
 from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.core.accounts import account_name, uid_of
 from gpu_worker_pool.lease_variables import VisibleGPU, lease_variables
 
 if TYPE_CHECKING:
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
     IndexOf = Callable[[str], int | None]
 
 
-def granted_body(lease: Lease, token: str, index_of: IndexOf, naming: GPUNaming) -> dict[str, Any]:
-    return {**lease_body(lease, index_of, naming), "token": token}
+def granted_body(
+    lease: Lease, token: str, index_of: IndexOf, naming: GPUNaming, waited_seconds: float
+) -> dict[str, Any]:
+    """`waited_seconds`: from when the server took the request until now."""
+    return {**lease_body(lease, index_of, naming), "waited_seconds": _seconds(waited_seconds), "token": token}
 
 
 def lease_body(lease: Lease, index_of: IndexOf, naming: GPUNaming) -> dict[str, Any]:
@@ -49,6 +53,7 @@ def lease_row(lease: Lease, usage: LeaseUsage) -> dict[str, Any]:
         "idle_seconds": None if usage.idle_seconds is None else _seconds(usage.idle_seconds),
         "is_idle": usage.is_idle,
         "user": user_of(lease),
+        "account": shown_account(lease.request),
         "holder": holder_row(lease.request),
     }
 
@@ -64,12 +69,27 @@ def _facts(lease: Lease, now: float) -> dict[str, Any]:
         "granted_at": _moment(lease.granted_at, now),
         "expires_at": None if expires_at is None else _moment(expires_at, now),
         "expires_in_seconds": None if expires_at is None else round(max(expires_at - now, 0.0), 3),
+        "ends_in_seconds": None if lease.ends_at is None else round(max(lease.ends_at - now, 0.0), 3),
+        **_asked(lease, now),
+        "expected_seconds": request.expected_seconds,
+        "max_seconds": request.max_seconds,
         "ttl_seconds": request.ttl_seconds,
         "state": lease.state.value,
         "label": request.label,
         "memory_mb": request.requirements.memory_mb,
         "share": request.requirements.share,
         "within": request.within,
+    }
+
+
+def _asked(lease: Lease, now: float) -> dict[str, Any]:
+    """Whether its holder was asked to give it back, why, and when the lease ends if it stays idle."""
+    asked = lease.asked
+    ends_at = None if asked is None else asked.ends_at
+    return {
+        "yield_asked": asked is not None,
+        "yield_reason": None if asked is None else asked.reason,
+        "leave_in_seconds": None if ends_at is None else _seconds(ends_at - now),
     }
 
 
@@ -102,16 +122,30 @@ def lease_env(lease: Lease, index_of: IndexOf, naming: GPUNaming = "index") -> d
 
 def user_of(lease: Lease) -> str | None:
     """The user of a `local://` program; None for a request to a server."""
-    kind, _, uid = lease.request.account.partition(":")
-    return _user_name(uid) if kind == "user" else None
+    uid = uid_of(lease.request.account)
+    return None if uid is None else _user_name(uid)
+
+
+def shown_account(request: Request) -> str | None:
+    """For whom it was requested, as others see it: the name of a user or of a key; None where that is unknown."""
+    if not request.account:
+        return None
+    uid = uid_of(request.account)
+    return account_name(request.account, request.origin, None if uid is None else _user_name(uid))
+
+
+def name_of_account(account: str, user: str | None = None) -> str:
+    """As others see it, also long after its requests; `user`: what the kernel said then."""
+    uid = uid_of(account)
+    return account_name(account, None, user if uid is None or user is not None else _user_name(uid)) or "nobody"
 
 
 @lru_cache(maxsize=256)
-def _user_name(uid: str) -> str:
+def _user_name(uid: int) -> str:
     try:
-        return pwd.getpwuid(int(uid)).pw_name
+        return pwd.getpwuid(uid).pw_name
     except (KeyError, ValueError, OverflowError):
-        return uid
+        return str(uid)
 
 
 def waiting_body(waiting: Waiting, token: str) -> dict[str, Any]:
@@ -143,6 +177,9 @@ def request_row(request: Request) -> dict[str, Any]:
         "label": request.label,
         "priority": request.requirements.priority,
         "count": request.requirements.count,
+        "expected_seconds": request.expected_seconds,
+        "max_seconds": request.max_seconds,
+        "account": shown_account(request),
         "holder": holder_row(request),
         "within": request.within,
     }

@@ -22,6 +22,7 @@ from yarl import URL
 
 from gpu_worker_pool._version import __version__
 from gpu_worker_pool.api.decoder import decode_problem
+from gpu_worker_pool.api.fingerprints import VARIABLE, certificates_for, shown
 from gpu_worker_pool.api.json_values import LARGEST_BODY_BYTES, LONGEST_SENTENCE, cleaned
 from gpu_worker_pool.api.name_lookup import make_resolver
 from gpu_worker_pool.api.unix_socket import TrustedUnixConnector
@@ -110,7 +111,9 @@ async def exchange(
         # inner block with something unread closes the connection instead of reusing it.
         async with (
             asyncio.timeout(timeout_seconds),
-            session.request(method, url, allow_redirects=False, data=body, headers=headers) as response,
+            session.request(
+                method, url, allow_redirects=False, data=body, headers=headers, ssl=certificates_for(url)
+            ) as response,
         ):
             status = response.status
             if not 200 <= status < 300:
@@ -129,7 +132,7 @@ async def exchange(
         raise bad_reply(method, url, f"the reply is not HTTP: {cleaned(error.message, 100)}") from None
     # A host name that cannot even be encoded is a UnicodeError.
     except (aiohttp.ClientError, OSError, UnicodeError) as error:
-        raise NetworkRetryableError(f"{method} {url} failed: {_reason(error)}") from error
+        raise NetworkRetryableError(f"{method} {url} failed: {reason_of(error)}") from error
 
 
 def status_error(reply: HTTPReply, hint: str = "") -> ServiceRefusedError | ServiceRetryableError:
@@ -205,13 +208,19 @@ async def _read_detail(response: aiohttp.ClientResponse) -> bytes | None:
         return None
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Why a server could not be reached, in words for its administrator."""
     match error:
         case aiohttp.ClientConnectorCertificateError(certificate_error=ssl.SSLCertVerificationError() as refusal):
             is_unknown = refusal.verify_code in _UNKNOWN_AUTHORITY
-            hint = "; to trust an authority of your own, set SSL_CERT_FILE" if is_unknown else ""
+            hint = f"; to trust an authority of your own, set SSL_CERT_FILE; to trust this certificate, {VARIABLE}"
+            hint = hint if is_unknown else ""
             return f"its TLS certificate is refused: {refusal.verify_message.rstrip('.')}{hint}"
+        case aiohttp.ServerFingerprintMismatch():
+            return (
+                f"its certificate is not the one that {VARIABLE} names, but {shown(error.got)}; "
+                "is this the right server, and has it a new certificate?"
+            )
         case aiohttp.ClientSSLError():
             return f"TLS failed: {cleaned(str(error.os_error), 100)}; does this port speak https?"
         case UnixClientConnectorError():
@@ -224,6 +233,8 @@ def _reason(error: Exception) -> str:
             return "the reply broke off in the middle"
         case aiohttp.ServerDisconnectedError():
             return "it closed the connection without a reply"
+        case OSError() if error.errno is not None and error.errno < 0:  # of the resolver
+            return f"its name does not resolve: {str(error.strerror).lower()}"
         case OSError() if error.errno:
             hint = "; is the GPU server running?" if error.errno == errno.ECONNREFUSED else ""
             return f"{os.strerror(error.errno).lower()}{hint}"
