@@ -71,14 +71,14 @@ class Acquisition:
         self._poll_seconds = poll_seconds
         self._on_news = on_news
         self._on_blocked = on_blocked
-        self.begun_at = time.monotonic() if begun_at is None else begun_at
+        self.begun_at: float = time.monotonic() if begun_at is None else begun_at
         self._deadline = self.begun_at + timeout_seconds
         self._first_answers_until = self.begun_at + first_answer_seconds
         #: By endpoint id.
         self.requests: dict[str, EndpointRequest] = {}
         #: By endpoint id, why some cannot be used at all.
         self.refused: dict[str, GPUWorkerPoolError] = {}
-        self.was_blocked = False
+        self.was_blocked: bool = False
         self._news = asyncio.Event()
         self._is_stopped = False
         #: The one endpoint that may reserve GPUs for it.

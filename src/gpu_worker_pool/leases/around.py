@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.hardware.samples import GPUReading
     from gpu_worker_pool.leases.lease import LeasedGPU
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class LiveLease(NamedTuple):

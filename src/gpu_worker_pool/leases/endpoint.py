@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.leases.engine import LeaseEngine
     from gpu_worker_pool.leases.lease import LeaseService, StillWaiting
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Maximum number of long polls at one endpoint, and in total: each needs an open connection. Further requests keep
 #: their place in the queue with short polls.
@@ -78,12 +78,12 @@ class PollBudget:
 class LeaseEndpoint:
     def __init__(self, service: LeaseService, polls: PollBudget) -> None:
         self.service = service
-        self.endpoint_id = service.endpoint_id
-        self.polls = PollBudget(MOST_POLLS, polls)
+        self.endpoint_id: str = service.endpoint_id
+        self.polls: PollBudget = PollBudget(MOST_POLLS, polls)
         #: First come, first served: a request's first poll is sent when that of the request before it was answered.
-        self.first_polls = asyncio.Lock()
+        self.first_polls: asyncio.Lock = asyncio.Lock()
         #: A first poll was not answered for `SILENCE_SECONDS`, nor any other since: requests do not wait for this one.
-        self.is_silent = False
+        self.is_silent: bool = False
         self._breaker = Breaker(SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         #: Why the last poll failed; None while it answers.
         self.last_error: RetryableError | None = None
@@ -207,7 +207,7 @@ class EndpointRequest:
         self.endpoint = endpoint
         #: Whether the endpoint may reserve GPUs for it (rule 4); takes effect with the next poll.
         self.may_reserve = False
-        self.has_answered = False
+        self.has_answered: bool = False
         self.waiting: StillWaiting | None = None
         #: The last error, if the request is being retried.
         self.trouble: GPUWorkerPoolError | None = None
@@ -273,6 +273,8 @@ class EndpointRequest:
         self._engine.hold(lease)
         self.lease = lease
         self._notify()
+        # Nothing changes any more, and a cycle with its acquisition would keep a dropped assignment alive.
+        self._changed = lambda _: None
 
     async def _until_granted(self) -> HeldLease | None:
         endpoint = self.endpoint

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,21 +18,22 @@ from gpu_worker_pool.errors import (
     GPUWorkerPoolError,
     LeaseEndedError,
     NotYourLeaseError,
+    ServiceRetryableError,
     StaleAssignmentError,
     UnknownLeaseError,
 )
 from gpu_worker_pool.leases.endpoint import LeaseEndpoint, PollBudget
-from gpu_worker_pool.leases.lease import End
+from gpu_worker_pool.leases.lease import LeaseEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from gpu_worker_pool.leases.acquisition import Acquisition
-    from gpu_worker_pool.leases.lease import HeldLease, LeaseService
+    from gpu_worker_pool.leases.lease import HeldLease, LeaseService, YieldNotice
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Time limit of `stop` for giving back leases and withdrawing requests; leases left after that expire.
 STOP_SECONDS = 5.0
@@ -48,6 +50,9 @@ RELEASE_SECONDS = 4.0
 #: A shorter outage is not worth a report.
 UNREPORTED_SECONDS = 5.0
 
+#: How long before its time limit the holder of a lease is told.
+GRACE_SECONDS = 30.0
+
 #: Errors by which the ledger says that the lease is not ours any more.
 LOST = (UnknownLeaseError, NotYourLeaseError, LeaseEndedError)
 
@@ -58,11 +63,16 @@ class LeaseEngine:
         on_lost: Callable[[HeldLease, str], object],
         on_trouble: Callable[[HeldLease, str], object],
         *,
+        on_ending: Callable[[HeldLease, float], object] | None = None,
+        on_yield_asked: Callable[[HeldLease, YieldNotice], object] | None = None,
+        grace_seconds: float = GRACE_SECONDS,
         is_overdue_final: bool = True,
         cancel_seconds: float = 120.0,
     ) -> None:
         """`on_lost` is called with each lost lease and the reason, `on_trouble` with messages for a lease's holder.
 
+        `on_ending` is called `grace_seconds` before a lease reaches its time limit, with the time that is left.
+        `on_yield_asked` is called once when the holder of a lease is asked to give it back.
         `is_overdue_final`: whether a lease that was not renewed in time stays lost. True for holders in Python, whose
         assignment already says so. False for a command, which keeps running: renewals are retried for as long as the
         server may still have the lease.
@@ -70,10 +80,15 @@ class LeaseEngine:
         """
         self._on_lost = on_lost
         self._on_trouble = on_trouble
+        self._on_ending = on_ending
+        self._on_yield_asked = on_yield_asked
+        #: By request id: what the holder was told last of those who ask for its lease.
+        self._notices: dict[str, str] = {}
+        self._grace_seconds = grace_seconds
         self._is_overdue_final = is_overdue_final
         self.cancel_seconds = cancel_seconds
         #: First come, first served: one acquisition after the other sends its first polls.
-        self.turn = asyncio.Lock()
+        self.turn: asyncio.Lock = asyncio.Lock()
         self._polls = PollBudget.for_process()
         #: Those under way, which a stop withdraws.
         self.acquisitions: set[Acquisition] = set()
@@ -119,12 +134,27 @@ class LeaseEngine:
         if lease.assignment is None:
             renewing = asyncio.get_running_loop().create_task(self._keep_renewing(lease))
             self._held[lease.request.request_id] = (lease, renewing)
+            if self._on_ending is not None and lease.ends_at < math.inf:
+                self.attempt(self._warn(lease, self._on_ending))
+
+    async def _warn(self, lease: HeldLease, on_ending: Callable[[HeldLease, float], object]) -> None:
+        """Tell the holder shortly before the time limit; half of a very short limit is enough."""
+        before = min(self._grace_seconds, (lease.request.max_seconds or lease.ends_at - boot_time()) / 2)
+        while (due_in := lease.ends_at - before - boot_time()) > 0:
+            if lease.has_ended:
+                return
+            await asyncio.sleep(min(due_in, LONGEST_SLEEP_SECONDS))
+        if not lease.has_ended:
+            on_ending(lease, max(lease.ends_at - boot_time(), 0.0))
 
     async def _keep_renewing(self, lease: HeldLease) -> None:
         while True:
             # Due a third of the TTL after the last successful poll or renewal was sent.
             interval = min(lease.ttl_seconds / 3, lease.service.longest_silence_seconds)
-            due_in = lease.held_until - lease.ttl_seconds + interval - boot_time()
+            if lease.held_until >= lease.ends_at:
+                due_in = lease.ends_at - boot_time()  # no renewal extends it further
+            else:
+                due_in = lease.held_until - lease.ttl_seconds + interval - boot_time()
             if due_in > 0:
                 await asyncio.sleep(min(due_in, LONGEST_SLEEP_SECONDS))
             elif not await self._renew(lease):
@@ -145,12 +175,14 @@ class LeaseEngine:
             error: Exception
             try:
                 async with asyncio.timeout(seconds + 1.0):
-                    await lease.service.renew(lease, timeout_seconds=seconds)
+                    notice = await lease.service.renew(lease, timeout_seconds=seconds)
             except LOST as lost:
-                lease.end(End.LOST, str(lost))
+                lease.end(LeaseEnd.LOST, str(lost))
                 continue
             except (GPUWorkerPoolError, TimeoutError) as failure:
                 error = failure
+                if isinstance(error, ServiceRetryableError) and error.is_lease_held:
+                    lease.renewed(sent_at)  # nobody can write that down, so nobody can end it either
             except Exception as failure:
                 # A bug in this program must not end the renewals silently, nor be logged at every attempt.
                 error = failure
@@ -159,6 +191,7 @@ class LeaseEngine:
                     logger.exception("renewing %s failed", lease.shown)
             else:
                 lease.renewed(sent_at)
+                self._notice(lease, notice)
                 if is_reported:
                     self._on_trouble(lease, "the lease is renewed again")
                 return True
@@ -175,6 +208,17 @@ class LeaseEngine:
                 min(pause, max(lease.held_until - boot_time(), 0.0)) if self._is_overdue_final else pause
             )
 
+    def _notice(self, lease: HeldLease, notice: YieldNotice | None) -> None:
+        name = lease.request.request_id
+        if notice is None:
+            self._notices.pop(name, None)
+        elif self._notices.get(name) != notice.reason and self._on_yield_asked is not None:
+            self._notices[name] = notice.reason
+            try:
+                self._on_yield_asked(lease, notice)
+            except Exception:
+                logger.exception("telling the holder of %s that it is asked for failed", lease.shown)
+
     def _report_lost(self, lease: HeldLease, reason: str) -> None:
         try:
             self._on_lost(lease, reason)
@@ -189,12 +233,12 @@ class LeaseEngine:
             return
         if lease.has_ended or (self._is_overdue_final and lease.is_lost):
             raise StaleAssignmentError(f"{lease.request.worker_id} lost {lease.shown}: {lease.reason}")
-        lease.end(End.RELEASED)
+        lease.end(LeaseEnd.RELEASED)
         await self._send_release(lease)
 
     def let_expire(self, lease: HeldLease) -> None:
         """Stop renewing a lease that cannot be released but may be in use: its GPU goes into quarantine."""
-        lease.end(End.LOST, "its assignment was dropped without release_gpu()")
+        lease.end(LeaseEnd.LOST, "its assignment was dropped without release_gpu()")
         self._stop_renewing(lease)
 
     async def _send_release(self, lease: HeldLease) -> None:
@@ -224,6 +268,7 @@ class LeaseEngine:
             return
 
     def _stop_renewing(self, lease: HeldLease) -> None:
+        self._notices.pop(lease.request.request_id, None)
         held = self._held.pop(lease.request.request_id, None)
         if held is not None:
             held[1].cancel()
@@ -263,7 +308,7 @@ class LeaseEngine:
         for lease in leases:
             # All before the first release: a renewal that is answered meanwhile must not report a loss.
             self._stop_renewing(lease)
-            lease.end(End.LOST, "the client was stopped and gave it back")
+            lease.end(LeaseEnd.LOST, "the client was stopped and gave it back")
         await asyncio.gather(*map(self._send_release, leases), return_exceptions=True)
 
 

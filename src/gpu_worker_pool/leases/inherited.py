@@ -31,7 +31,7 @@ class InheritedLease:
         self._service = service
         self._fence = fence
         self._free = list(gpus)
-        self.indices = frozenset(gpu.index for gpu in self._free)
+        self.indices: frozenset[int] = frozenset(gpu.index for gpu in self._free)
         self._taken: dict[str, tuple[LeasedGPU, ...]] = {}
         self._changed = asyncio.Event()
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.core.record import frozen
+from gpu_worker_pool.wording import spoken_seconds
 
 if TYPE_CHECKING:
     import asyncio
@@ -25,19 +26,35 @@ if TYPE_CHECKING:
     from gpu_worker_pool.models import GPUAssignment
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LeasedGPU:
     index: int
     uuid: str | None
     name: str
+    #: None where it is not known: an older server does not say.
+    memory_total_mb: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StillWaiting:
     #: 1 is next.
     position: int | None
     #: A summary, then one reason per GPU.
     reasons: tuple[str, ...]
+
+
+class YieldNotice(NamedTuple):
+    """The holder of a lease is asked to give it back."""
+
+    reason: str
+    #: When the lease ends if it stays idle; None: it may be kept.
+    ends_in_seconds: float | None
+
+    @property
+    def sentence(self) -> str:
+        if self.ends_in_seconds is None:
+            return f"you are asked to give it back: {self.reason}"
+        return f"the lease ends in {spoken_seconds(self.ends_in_seconds)} unless the GPU is used: {self.reason}"
 
 
 class LeaseService(Protocol):
@@ -60,8 +77,11 @@ class LeaseService(Protocol):
         Also raises `ImpossibleRequestError`, `RequestEndedError` and `TooManyWaitingError`.
         """
 
-    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
-        """Raises `UnknownLeaseError`, `NotYourLeaseError` or `LeaseEndedError` if the lease is lost."""
+    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> YieldNotice | None:
+        """What its holder is asked, if it is asked to give the lease back.
+
+        Raises `UnknownLeaseError`, `NotYourLeaseError` or `LeaseEndedError` if the lease is lost.
+        """
 
     async def release(self, lease: HeldLease) -> None:
         """Releasing twice is harmless. Raises the errors of `renew` if the lease was lost before."""
@@ -69,13 +89,16 @@ class LeaseService(Protocol):
     async def cancel(self, request: Request) -> None:
         """Withdraw a request, and the lease if it was granted meanwhile; harmless if there is neither."""
 
+    async def has_waiting(self) -> bool:
+        """Whether any request waits there, of this program or of another."""
+
     async def rest(self) -> None:
         """Stop reading GPUs and the ledger until the next request: the only lease just needs renewals."""
 
     async def close(self) -> None: ...
 
 
-class End(Enum):
+class LeaseEnd(Enum):
     """How a lease ended."""
 
     #: By its holder, or on its behalf.
@@ -84,7 +107,7 @@ class End(Enum):
 
 
 class _Ending(NamedTuple):
-    how: End
+    how: LeaseEnd
     reason: str
 
 
@@ -98,19 +121,26 @@ class HeldLease:
         lease_id: str,
         fence: int,
         gpus: tuple[LeasedGPU, ...],
-        sent_at: float,
+        certain_at: float,
         *,
         is_inherited: bool = False,
         within: str | None = None,
         assignment: GPUAssignment | None = None,
+        ends_at: float | None = None,
+        host: str = "",
         now: Callable[[], float] = boot_time,
     ) -> None:
-        """`sent_at`, on the clock `now`: when the message was sent whose answer says that the lease is held."""
+        """`certain_at`, on the clock `now`: from when on it is certain to be held for its TTL. That is when the message
+        was sent whose answer says so, or later, if the answer says that it took the service some time.
+
+        `ends_at`: when its time limit ends it; None: it has none. `host`: of its GPUs, where a fleet says it.
+        """
         self.service = service
         self.request = request
         self.lease_id = lease_id
         self.fence = fence
         self.gpus = gpus
+        self.host = host
         #: A process around this program holds it, renews it and releases it.
         self.is_inherited = is_inherited
         #: The lease of which it is a part.
@@ -118,12 +148,13 @@ class HeldLease:
         #: Granted by the pool of this process, which needs no renewal.
         self.assignment = assignment
         #: Infinite for what lasts until it is released.
-        self.ttl_seconds = math.inf if request.ttl_seconds is None else request.ttl_seconds
+        self.ttl_seconds: float = math.inf if request.ttl_seconds is None else request.ttl_seconds
         self._now = now
         self._pid = os.getpid()
         #: Until when it is certain to be held, and how it ended. Each is written in one step of the interpreter, so
         #: that no lock is needed, which a fork might copy while it is taken.
-        self.held_until = sent_at + self.ttl_seconds
+        self.ends_at: float = math.inf if ends_at is None else ends_at
+        self.held_until: float = min(certain_at + self.ttl_seconds, self.ends_at)
         self._endings: list[_Ending] = []
         self._listeners: list[Callable[[], object]] = []
 
@@ -132,9 +163,15 @@ class HeldLease:
         return self.service.endpoint_id
 
     @property
+    def share_mb(self) -> float | None:
+        """The memory of each GPU that is its holder's; None: all of it."""
+        requirements = self.request.requirements
+        return requirements.memory_mb if requirements.share else None
+
+    @property
     def shown(self) -> str:
         gpus = ", ".join(str(gpu.index) for gpu in self.gpus)
-        return f"GPU{'s' if len(self.gpus) > 1 else ''} {gpus} of {self.endpoint_id} ({self.lease_id})"
+        return f"GPU{'s' if len(self.gpus) > 1 else ''} {gpus} of {self.host or self.endpoint_id} ({self.lease_id})"
 
     def __repr__(self) -> str:
         return f"<HeldLease {self.shown}>"
@@ -146,12 +183,12 @@ class HeldLease:
         # A forked child cannot know: the parent holds the lease and renews it.
         if not self._endings and self.is_overdue and self._pid == os.getpid():
             # For good: a later renewal must not contradict what the holder was told.
-            self.end(End.LOST, self.overdue_reason)
-        return bool(self._endings) and self._endings[0].how is End.LOST
+            self.end(LeaseEnd.LOST, self.overdue_reason)
+        return bool(self._endings) and self._endings[0].how is LeaseEnd.LOST
 
     @property
     def is_released(self) -> bool:
-        return bool(self._endings) and self._endings[0].how is End.RELEASED
+        return bool(self._endings) and self._endings[0].how is LeaseEnd.RELEASED
 
     @property
     def reason(self) -> str:
@@ -185,6 +222,8 @@ class HeldLease:
 
     @property
     def overdue_reason(self) -> str:
+        if self._now() >= self.ends_at:
+            return f"it reached its time limit of {spoken_seconds(self.request.max_seconds or 0.0)}"
         return f"it could not be renewed for {self.ttl_seconds:g} s, its TTL"
 
     @property
@@ -192,14 +231,14 @@ class HeldLease:
         return bool(self._endings)
 
     def renewed(self, sent_at: float) -> None:
-        self.held_until = max(self.held_until, sent_at + self.ttl_seconds)
+        self.held_until = min(max(self.held_until, sent_at + self.ttl_seconds), self.ends_at)
 
-    def end(self, how: End, reason: str = "") -> bool:
+    def end(self, how: LeaseEnd, reason: str = "") -> bool:
         """Whether this call ended it: the first one counts."""
         ending = _Ending(how, reason)
         self._endings.append(ending)
         is_first = self._endings[0] is ending
-        if is_first and how is End.LOST:
+        if is_first and how is LeaseEnd.LOST:
             for wake in list(self._listeners):
                 wake()
         return is_first
@@ -220,9 +259,14 @@ def _no_lease() -> None:
     """What is unpickled instead."""
 
 
-def with_new_id(request: Request) -> Request:
-    """The same request under an id and a token that only this sender knows."""
-    return replace(request, request_id=secrets.token_hex(16), owner=secrets.token_urlsafe(24))
+def with_new_id(request: Request, requirements: Requirements | None = None) -> Request:
+    """The same request, or with other requirements, under an id and a token that only this sender knows."""
+    return replace(
+        request,
+        request_id=os.urandom(16).hex(),
+        owner=os.urandom(24).hex(),
+        requirements=requirements or request.requirements,
+    )
 
 
 def with_visibility_limit(

@@ -17,9 +17,10 @@ from gpu_worker_pool.broker.broker import LeaseBroker
 from gpu_worker_pool.broker.local import LocalBroker, local_user
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import LOCAL_ENDPOINT
+from gpu_worker_pool.core.accounts import uid_of
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.origins import vouched
-from gpu_worker_pool.core.settings import PoolSettings
+from gpu_worker_pool.core.settings import host_settings
 from gpu_worker_pool.environment import Environment
 from gpu_worker_pool.errors import (
     ImpossibleRequestError,
@@ -29,15 +30,15 @@ from gpu_worker_pool.errors import (
     ServiceRefusedError,
     ServiceRetryableError,
 )
-from gpu_worker_pool.hardware.leasable import within_visible
+from gpu_worker_pool.hardware.leasable import readings_of, within_visible
 from gpu_worker_pool.hardware.origin import origin_of_this_process
-from gpu_worker_pool.hardware.processes import is_gone, name_of_this_process
+from gpu_worker_pool.hardware.processes import name_of_this_process
 from gpu_worker_pool.hardware.readers.choose import check_backend, complete_backend, read_outsiders
 from gpu_worker_pool.hardware.samples import DriverAnswer
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
 from gpu_worker_pool.leases.around import LiveLease, lease_around
 from gpu_worker_pool.leases.inherited import InheritedLease
-from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting, with_visibility_limit
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting, YieldNotice, with_visibility_limit
 from gpu_worker_pool.ledger.host import open_host_ledger
 from gpu_worker_pool.state_directory import announce_privacy
 
@@ -48,15 +49,13 @@ if TYPE_CHECKING:
     from gpu_worker_pool.hardware.samples import GPUReading, HostSample
     from gpu_worker_pool.ledger import Ledger, OnCommit
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
-#: How long the first poll waits until the leases of holders that have just died are ended.
-DEAD_HOLDER_SECONDS = 1.0
 #: Renewal interval while the broker is closed: without renewals the ledger would look unserved (rule 10).
 RESTING_SILENCE_SECONDS = 8.0
 NO_GPU = "this host has no GPU; GPU_BACKEND=simulated:4 simulates four"
 
-_SETTINGS = PoolSettings(poll_seconds=1.0)
+_SETTINGS = host_settings(poll_seconds=1.0)
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,10 @@ class LocalLeaseService:
             gpus = _gpus_in(await host.sample())
             if not gpus:
                 raise ServiceRefusedError(NO_GPU)
-            await self._until_dead_holders_are_noticed(host)
+            if not self._has_awaited_dead_holders:
+                self._has_awaited_dead_holders = True
+                # A request that does not wait must not be refused because of a holder that was killed a moment ago.
+                await host.until_dead_holders_are_noticed(and_their_gpus_seen=True)
             around = await self._lease_around(host, gpus)
             if (inherited := self._inherit(around)) is not None:
                 inherited.check(await host.broker.lease(inherited.lease_id))
@@ -136,16 +138,28 @@ class LocalLeaseService:
                 raise
         if isinstance(found, Lease):
             self._requests.pop(request.request_id, None)
-            return HeldLease(self, request, found.lease_id, found.fence, _leased(found), sent_at, within=found.within)
+            return HeldLease(
+                self,
+                request,
+                found.lease_id,
+                found.fence,
+                _leased(found, gpus),
+                sent_at,
+                within=found.within,
+                ends_at=found.ends_at,
+            )
         reasons = with_visibility_limit(found.reasons, request, asked, self._settings.visible_devices)
         return StillWaiting(found.position, reasons)
 
-    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
+    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> YieldNotice | None:
         async with asyncio.timeout(timeout_seconds), self._ledger() as broker:
             if self._inherited is not None and lease.is_inherited:
                 self._inherited.check(await broker.lease(lease.lease_id))
-            else:
-                await broker.renew(lease.lease_id, self._user)
+                return None
+            asked = (await broker.renew(lease.lease_id, self._user)).asked
+            if asked is None:
+                return None
+            return YieldNotice(asked.reason, None if asked.ends_at is None else max(asked.ends_at - boot_time(), 0.0))
 
     async def release(self, lease: HeldLease) -> None:
         if self._inherited is not None and lease.is_inherited:
@@ -161,6 +175,10 @@ class LocalLeaseService:
             return
         async with self._ledger() as broker:
             await broker.cancel(request.request_id, self._user)
+
+    async def has_waiting(self) -> bool:
+        async with self._ledger() as broker:
+            return bool(await broker.queue())
 
     async def rest(self) -> None:
         """Close the broker until there is another request: a holder need not read GPUs, nor watch the ledger."""
@@ -227,17 +245,6 @@ class LocalLeaseService:
             # A different error than the broker expects, as it would log every attempt: the caller reports it once.
             raise ServiceRetryableError(str(error)) from None
 
-    async def _until_dead_holders_are_noticed(self, host: LocalBroker) -> None:
-        """A request that does not wait must not be refused because of a holder that was killed a moment ago."""
-        if self._has_awaited_dead_holders:
-            return
-        self._has_awaited_dead_holders = True
-        deadline = boot_time() + DEAD_HOLDER_SECONDS
-        while any(is_gone(lease.request.process) for lease in await host.broker.held() if lease.request.process):
-            if boot_time() > deadline:
-                return
-            await asyncio.sleep(0.02)
-
     # --- the request ---
 
     def _as_sent(self, request: Request, gpus: Sequence[GPUReading], around: LiveLease | None) -> Request:
@@ -250,7 +257,7 @@ class LocalLeaseService:
             within=None if around is None else around.lease_id,
             owner=self._user,
             account=self._user,
-            process=self._process,
+            process=request.process or self._process,
             origin=self._origin(request),
         )
 
@@ -286,7 +293,8 @@ async def _retryable() -> AsyncIterator[None]:
     except LedgerUnusableError:
         raise
     except (LedgerUnavailableError, PoolStoppedError, OSError) as error:  # TimeoutError is an OSError
-        raise ServiceRetryableError(str(error) or "the ledger did not answer in time") from error
+        text = str(error) or "the ledger did not answer in time"
+        raise ServiceRetryableError(text, is_lease_held=getattr(error, "lease", "") == "held") from error
 
 
 def _gpus_in(sample: HostSample) -> tuple[GPUReading, ...]:
@@ -298,7 +306,7 @@ def live_leases(held: Iterable[Lease]) -> list[LiveLease]:
     found = []
     for lease in held:
         account = lease.request.account
-        is_ours = account == local_user() if account.startswith("user:") else None
+        is_ours = None if uid_of(account) is None else account == local_user()
         if lease.is_live:
             origin = lease.request.origin
             pid = None if origin is None else origin.pid
@@ -306,5 +314,6 @@ def live_leases(held: Iterable[Lease]) -> list[LiveLease]:
     return found
 
 
-def _leased(lease: Lease) -> tuple[LeasedGPU, ...]:
-    return tuple(LeasedGPU(held.index, held.uuid, held.name) for held in lease.held)
+def _leased(lease: Lease, gpus: Sequence[GPUReading] = ()) -> tuple[LeasedGPU, ...]:
+    totals = {reading.gpu_id: reading.memory_total_mb for reading in readings_of(gpus)}
+    return tuple(LeasedGPU(held.index, held.uuid, held.name, totals.get(held.gpu_id)) for held in lease.held)

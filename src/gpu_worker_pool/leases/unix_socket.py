@@ -23,14 +23,14 @@ from gpu_worker_pool.hardware.visibility import VisibilityFilter
 from gpu_worker_pool.leases.around import LiveLease, lease_around
 from gpu_worker_pool.leases.http import HTTPLeaseService
 from gpu_worker_pool.leases.inherited import InheritedLease
-from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting, with_visibility_limit
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting, YieldNotice, with_visibility_limit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import aiohttp
 
-    from gpu_worker_pool.api.client import Fetched
+    from gpu_worker_pool.api.replies import Fetched
     from gpu_worker_pool.core.events import Request
 
 _LIVE: Final = ("held", "offered")
@@ -84,11 +84,11 @@ class SocketLeaseService(HTTPLeaseService):
             return found
         return replace(found, reasons=with_visibility_limit(found.reasons, request, asked, self._visible_devices))
 
-    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
+    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> YieldNotice | None:
         if self._inherited is not None and lease.is_inherited:
             await self._check(self._inherited)  # a process around this one renews it
-        else:
-            await super().renew(lease, timeout_seconds=timeout_seconds)
+            return None
+        return await super().renew(lease, timeout_seconds=timeout_seconds)
 
     async def release(self, lease: HeldLease) -> None:
         if self._inherited is not None and lease.is_inherited:

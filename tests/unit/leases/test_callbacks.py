@@ -10,7 +10,7 @@ import pytest
 from tests.waiting import eventually
 
 from gpu_worker_pool import GPUAssignment
-from gpu_worker_pool.client.loss_callback import LossCallback
+from gpu_worker_pool.client.loss_callback import LeaseCallback
 
 
 def assignments(count: int) -> list[GPUAssignment]:
@@ -28,7 +28,7 @@ def test_losses_are_told_in_order_and_then_the_thread_ends() -> None:
         may_begin.wait()
         told.append(assignment)
 
-    telling = LossCallback(callback)
+    telling = LeaseCallback(callback)
     for assignment in lost:
         telling.tell(assignment)
     telling.end()
@@ -40,7 +40,7 @@ def test_losses_are_told_in_order_and_then_the_thread_ends() -> None:
 
 
 def test_there_is_no_thread_before_the_first_loss() -> None:
-    telling = LossCallback(print)
+    telling = LeaseCallback(print)
     assert threads() == []
     telling.end()
     assert threads() == []
@@ -54,7 +54,7 @@ def test_one_that_fails_is_logged_and_the_next_loss_told(fail: object, caplog: p
         told.append(assignment)
         fail()  # type: ignore[operator]
 
-    telling = LossCallback(callback)
+    telling = LeaseCallback(callback)
     for assignment in lost:
         telling.tell(assignment)
     telling.end()

@@ -12,7 +12,7 @@ from datetime import datetime
 import pytest
 from tests.fakes.lease_service import FakeLeaseService, new_request
 
-from gpu_worker_pool.leases.lease import End, HeldLease, LeasedGPU
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, LeaseEnd
 from gpu_worker_pool.models import GlobalGPUAssignment, GPUAssignment, make_assignment
 
 
@@ -53,7 +53,7 @@ def test_what_was_lost_stays_lost_whatever_is_heard_later(lease: HeldLease, cloc
     assert lease.is_lost
     lease.renewed(109.0)
     assert lease.is_lost
-    assert not lease.end(End.RELEASED)
+    assert not lease.end(LeaseEnd.RELEASED)
     assert not lease.is_released
 
 
@@ -64,16 +64,16 @@ def test_an_answer_to_an_older_message_does_not_shorten_it(lease: HeldLease, clo
 
 
 def test_what_was_released_is_never_lost(lease: HeldLease, clock: Clock) -> None:
-    assert lease.end(End.RELEASED)
+    assert lease.end(LeaseEnd.RELEASED)
     clock.now = 1000.0
     assert not lease.is_lost
     assert lease.is_released
-    assert not lease.end(End.LOST, "too late")
+    assert not lease.end(LeaseEnd.LOST, "too late")
     assert not lease.is_lost
 
 
 def test_its_server_s_word_counts_at_once(lease: HeldLease) -> None:
-    assert lease.end(End.LOST, "an administrator took it")
+    assert lease.end(LeaseEnd.LOST, "an administrator took it")
     assert lease.is_lost
     assert lease.reason == "an administrator took it"
 
@@ -82,7 +82,7 @@ async def test_whoever_waits_is_told_from_any_thread(lease: HeldLease) -> None:
     waiting = [asyncio.create_task(lease.wait()) for _ in range(3)]
     await asyncio.sleep(0.01)
     waiting[0].cancel()
-    threading.Thread(target=lease.end, args=(End.LOST, "gone")).start()
+    threading.Thread(target=lease.end, args=(LeaseEnd.LOST, "gone")).start()
     async with asyncio.timeout(5):
         await asyncio.gather(*waiting[1:])
         await lease.wait()
@@ -91,7 +91,7 @@ async def test_whoever_waits_is_told_from_any_thread(lease: HeldLease) -> None:
 
 
 async def test_whoever_waits_for_what_was_released_waits_for_ever(lease: HeldLease) -> None:
-    lease.end(End.RELEASED)
+    lease.end(LeaseEnd.RELEASED)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await lease.wait()
@@ -99,7 +99,7 @@ async def test_whoever_waits_for_what_was_released_waits_for_ever(lease: HeldLea
 
 def test_a_forked_child_says_what_was_known_at_the_fork(clock: Clock) -> None:
     lease, lost = held(clock), held(clock)
-    lost.end(End.LOST)
+    lost.end(LeaseEnd.LOST)
     child = os.fork()
     if child == 0:
         clock.now = 1000.0
@@ -128,7 +128,7 @@ def test_an_assignment_with_a_lease(lease: HeldLease) -> None:
         "GPU_POOL_LEASE_ID": "lease-7",
     }
     assert (assignment.lost, assignment.lost_reason) == (False, None)
-    lease.end(End.LOST, "gone")
+    lease.end(LeaseEnd.LOST, "gone")
     assert (assignment.lost, assignment.lost_reason) == (True, "gone")
 
 
@@ -149,7 +149,7 @@ def test_copies_know_what_becomes_of_the_lease_and_another_process_does_not(leas
     assignment = assigned(lease)
     copies = [copy.copy(assignment), copy.deepcopy(assignment)]
     elsewhere = pickle.loads(pickle.dumps(assignment))  # noqa: S301  # our own
-    lease.end(End.LOST)
+    lease.end(LeaseEnd.LOST)
     assert [one.lost for one in copies] == [True, True]
     assert elsewhere == assignment
     assert not elsewhere.lost

@@ -15,7 +15,6 @@ import pytest
 from tests.fakes.lease_service import FakeLeaseService, new_request
 from tests.waiting import eventually
 
-from gpu_worker_pool.client.lease_thread import LeaseThread
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import (
     LeaseEndedError,
@@ -25,7 +24,8 @@ from gpu_worker_pool.errors import (
     StaleAssignmentError,
     UnknownLeaseError,
 )
-from gpu_worker_pool.leases.lease import End, HeldLease
+from gpu_worker_pool.leases.lease import HeldLease, LeaseEnd
+from gpu_worker_pool.leases.lease_thread import LeaseThread
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_releasing_ends_the_renewals_and_twice_is_harmless(thread: LeaseThread, 
 def test_releasing_what_was_lost_says_so(thread: LeaseThread) -> None:
     service = FakeLeaseService()
     lease = hold(thread, service)
-    lease.end(End.LOST, "an administrator took it")
+    lease.end(LeaseEnd.LOST, "an administrator took it")
     with pytest.raises(StaleAssignmentError, match="an administrator took it"):
         release(thread, lease)
     assert service.count("release") == 0

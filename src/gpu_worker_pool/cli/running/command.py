@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpu_worker_pool.cli.exits import KILLED, CommandError, Status, die_of_interrupt
-from gpu_worker_pool.cli.quantities import spoken_seconds
+from gpu_worker_pool.cli.keys import KEPT_FROM_COMMANDS
 from gpu_worker_pool.cli.running.environment import shown_gpus, variables_of
 from gpu_worker_pool.cli.running.front import ENDING, Front
 from gpu_worker_pool.cli.running.lease_process import PROCESS_NAME
-from gpu_worker_pool.cli.running.linux import SignalInfo, adopt_orphans, die_with_parent
+from gpu_worker_pool.hardware.linux import SignalInfo, adopt_orphans, die_with_parent
 from gpu_worker_pool.hardware.proc import descendants, has_children, process_stat
+from gpu_worker_pool.wording import spoken_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,13 +58,17 @@ class CommandOnGPU(Front):
         *,
         by_uuid: bool,
         terminates_when_lost: bool,
+        yield_signal: int | None,
+        notify: str | None,
         more_variables: Mapping[str, str],
     ) -> None:
         super().__init__(spec, progress)
-        self.command = list(command)
-        self.more_variables = dict(more_variables)
+        self.command: list[str] = list(command)
+        self.more_variables: dict[str, str] = dict(more_variables)
         self.by_uuid = by_uuid
         self._terminates_when_lost = terminates_when_lost
+        self._yield_signal = yield_signal
+        self._notify = notify
         self._child: int | None = None
         self._wait_status: int | None = None
         #: Signals that may have gone to the whole group, and those that the lease process got too.
@@ -77,6 +80,8 @@ class CommandOnGPU(Front):
         #: The last terminating signal that the command got.
         self._ending: int | None = None
         self._kill_at: float | None = None
+        #: When the time limit is reached, once it is near.
+        self._limit_at: float | None = None
         #: We terminated the command because its lease was lost.
         self._is_lost = False
 
@@ -85,6 +90,8 @@ class CommandOnGPU(Front):
         if self.progress.has_spoken:
             self.progress.say(f"{shown_gpus(granted)} after {spoken_seconds(self.progress.waited_seconds)}")
         adopt_orphans()
+        if self._notify is not None:
+            start_notification(self._notify, "granted", os.environ | variables_of(granted, by_uuid=self.by_uuid))
         try:
             self.start(granted)
         except BaseException:
@@ -128,7 +135,8 @@ class CommandOnGPU(Front):
             for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(ignored_by_python, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, {*self.lease_process.mask_before, *self.blocked_in_child})
-            os.execvpe(command[0], list(command), dict(environment))  # noqa: S606  # intended
+            passed_on = {name: value for name, value in environment.items() if name not in KEPT_FROM_COMMANDS}
+            os.execvpe(command[0], list(command), passed_on)  # noqa: S606  # intended
         except OSError as error:
             number = error.errno or errno.EINVAL
         finally:
@@ -147,6 +155,10 @@ class CommandOnGPU(Front):
                 self.progress.say(message["text"])
             case "lost":
                 self._lost(message["text"])
+            case "yield":
+                self._asked_to_yield(message["text"], is_forced=message["is_forced"])
+            case "ending":
+                self._time_limit_is_near(message["seconds"])
             case "failed" if self._child is not None:
                 self._lost(message["text"])
             case _:
@@ -230,6 +242,25 @@ class CommandOnGPU(Front):
         else:
             self.progress.say(f"the lease is lost: {text}; the command keeps running, but its GPU may be granted again")
 
+    def _asked_to_yield(self, text: str, *, is_forced: bool) -> None:
+        if self._wait_status is not None:
+            return
+        hint = "; gpu-pool keep says that you still need it" if is_forced else ""
+        self.progress.say(f"{text}{hint}")
+        if self._yield_signal is not None:
+            self.send_signal(self._yield_signal)
+            if self._yield_signal == signal.SIGTERM:
+                self._ending = signal.SIGTERM
+
+    def _time_limit_is_near(self, seconds: float) -> None:
+        """It has been asked for by `--max-time`, so the command is ended whatever `--on-lost` says."""
+        if self._wait_status is not None or self._kill_at is not None:
+            return
+        self.progress.say(f"the time limit is reached in {spoken_seconds(round(seconds))}; ending the command")
+        self._ending, self._is_lost = signal.SIGTERM, True
+        self._kill_at = self._limit_at = time.monotonic() + seconds
+        self.send_signal(signal.SIGTERM)
+
     def on_child_ended(self, pid: int, wait_status: int) -> None:
         if pid == self._child:
             self._wait_status = wait_status
@@ -263,6 +294,9 @@ class CommandOnGPU(Front):
         # Only if that signal ended the command: otherwise its children are left alone.
         if left and self._ending is not None and (code < 0 or code == KILLED + self._ending or self._is_lost):
             left = self._end_orphans(self._ending)
+        if left and self._limit_at is not None:
+            # What it has started is within the limit, too.
+            left = self._until_ended(self._limit_at - time.monotonic()) and self._end_orphans(signal.SIGKILL)
         if left:
             self.say_left_behind(left)
         self.lease_process.channel.send("done", is_clean=not left)
@@ -303,14 +337,38 @@ def _is_lease_process(pid: int) -> bool:
     return found is None or found.command == PROCESS_NAME
 
 
+def start_notification(command: str, event: str, environment: Mapping[str, str]) -> None:
+    """Run the command of `--notify` with a shell, on its own: nothing waits for it, and it does not use the GPU."""
+    if (middle := os.fork()) == 0:
+        # Twice, so that it is nobody's child: the front would take it for something that the command left behind.
+        try:
+            os.setsid()
+            if os.fork() == 0:
+                hidden = {"CUDA_VISIBLE_DEVICES": "", "GPU_POOL_EVENT": event}
+                hidden["GPU_POOL_GPUS"] = environment.get("CUDA_VISIBLE_DEVICES", "")
+                kept = {name: value for name, value in environment.items() if name != "GPU_POOL_LEASE_ID"}
+                kept["GPU_POOL_LEASE"] = environment.get("GPU_POOL_LEASE_ID", "")
+                signal.pthread_sigmask(signal.SIG_SETMASK, ())
+                os.execve("/bin/sh", ["sh", "-c", command], kept | hidden)  # noqa: S606  # the user's own
+        finally:
+            os._exit(0)
+    os.waitpid(middle, 0)
+
+
 def check_command(command: Sequence[str]) -> None:
     """Fail before a long wait if the program does not exist."""
     name = command[0]
-    if shutil.which(name) is not None:
+    if _find(name) is not None:
         return
-    if os.path.lexists(name) if "/" in name else shutil.which(name, os.F_OK) is not None:
+    if os.path.lexists(name) if "/" in name else _find(name, os.F_OK) is not None:
         raise cannot_run(name, errno.EACCES)
     raise cannot_run(name, errno.ENOENT)
+
+
+def _find(name: str, mode: int = os.X_OK) -> str | None:
+    """Like `shutil.which`, which takes longer to load than all of this."""
+    found = [name] if "/" in name else [os.path.join(folder, name) for folder in os.get_exec_path()]  # noqa: PTH118
+    return next((path for path in found if os.access(path, mode) and not os.path.isdir(path)), None)  # noqa: PTH112
 
 
 def cannot_run(name: str, number: int) -> CommandError:
@@ -322,7 +380,7 @@ def cannot_run(name: str, number: int) -> CommandError:
         reason = f"its first line names {interpreter!r}, which does not exist"
     if number == errno.ENOEXEC:
         reason += "; a script must begin with a line such as #!/bin/sh"
-    elif number == errno.EACCES and Path(name).is_dir():
+    elif number == errno.EACCES and os.path.isdir(name):  # noqa: PTH112  # loads faster
         reason = "it is a directory"
     elif number == errno.EACCES:
         reason += "; make it executable with chmod +x"
@@ -332,7 +390,7 @@ def cannot_run(name: str, number: int) -> CommandError:
 def _interpreter_of(name: str) -> str | None:
     """The interpreter in the first line of a script."""
     try:
-        with Path(shutil.which(name) or name).open("rb") as script:
+        with open(_find(name) or name, "rb") as script:  # noqa: PTH123  # loads faster
             line = script.readline(200)
     except OSError:
         return None

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool import lease_variables as names
-from gpu_worker_pool.lease_variables import GPUNaming, VisibleGPU, lease_variables
+from gpu_worker_pool.lease_variables import GPUNaming, VisibleGPU, lease_environment, lease_variables, memory_caps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,18 +16,17 @@ _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 def variables_of(granted: dict[str, Any], *, by_uuid: bool = False) -> dict[str, str]:
-    outer = granted["outer_leases"]
-    variables = lease_variables(
+    caps = {}
+    if granted["share_mb"] is not None and granted["ssh_target"] is None:  # else it is not known what is set there
+        caps = memory_caps(granted["share_mb"], [gpu["memory_total_mb"] for gpu in granted["gpus"]])
+    return caps | lease_environment(
         _names(granted),
         granted["lease_id"],
         _naming(granted, by_uuid=by_uuid),
         host=granted["host"],
         endpoint=granted["url"],
-        outer_leases=outer,
+        outer_leases=granted["outer_leases"],
     )
-    if not outer and os.environ.get("GPU_POOL_OUTER_LEASES"):
-        variables["GPU_POOL_OUTER_LEASES"] = ""  # those around this program are not around the new lease
-    return variables
 
 
 def named_variables(given: Sequence[str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.cli.exits import KILLED, CommandError, Status, die_of_interrupt
 from gpu_worker_pool.cli.running.lease_process import FORWARDED, LeaseProcess
-from gpu_worker_pool.cli.running.linux import SignalInfo, SignalQueue
+from gpu_worker_pool.hardware.linux import SignalInfo, SignalQueue
 
 if TYPE_CHECKING:
     from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
@@ -45,7 +45,7 @@ class InterruptedBySignal(CommandError):  # noqa: N818  # nothing went wrong
 class Front:
     def __init__(self, spec: LeaseSpec, progress: Progress) -> None:
         self.progress = progress
-        self.lease_process = LeaseProcess.take()
+        self.lease_process: LeaseProcess = LeaseProcess.take()
         self._signals = SignalQueue([*FORWARDED, signal.SIGCHLD])
         self.lease_process.channel.send("ask", asked=spec._asdict())
         self._poll = select.poll()

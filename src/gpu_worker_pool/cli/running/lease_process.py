@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.cli.exits import CommandError, Status
-from gpu_worker_pool.cli.running.channel import Channel, channel
+from gpu_worker_pool.leases.channel import Channel, channel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,9 +53,10 @@ class LeaseProcess:
         # Our parent may ignore SIGCHLD; we need it.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         #: The signals that were blocked before we started: the command gets this mask.
-        self.mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+        self.mask_before: set[int | signal.Signals] = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+        self.channel: Channel
         self.channel, theirs = channel()
-        self.pid = os.fork()
+        self.pid: int = os.fork()
         if self.pid == 0:
             self.channel.close()
             _run_and_exit(theirs, words)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
 from typing import Any, NamedTuple
-
-from gpu_worker_pool.hardware.proc import user_name
 
 
 class LeaseSpec(NamedTuple):
@@ -30,11 +26,15 @@ class LeaseSpec(NamedTuple):
     is_private: bool = False
     #: `--here`: the GPUs are this host's, whatever the endpoint's address.
     is_here: bool = False
+    #: `--ask`: holders in the way are asked to give their GPUs back.
+    asks: bool = False
     #: `--ssh`: where the command runs if its GPU is elsewhere; empty: the endpoint's own host; None: nowhere else.
     ssh_target: str | None = None
-
-
-def worker_name(what: str, pid: int | None = None) -> str:
-    """The holder as others see it: user, program and pid."""
-    name = f"{user_name(os.getuid())}:{os.path.basename(what)}"  # noqa: PTH119
-    return f"{re.sub(r'[^A-Za-z0-9._:-]+', '_', name)[:50]}:{pid or os.getpid()}"
+    expected_seconds: float | None = None
+    max_seconds: float | None = None
+    #: How long before its time limit the command is ended.
+    grace_seconds: float = 30.0
+    #: Of `map`: how many leases to acquire, one after the other; None: one lease.
+    most_leases: int | None = None
+    #: Of `map`: a variable that only its jobs have, `NAME=VALUE`.
+    job_variable: str = ""

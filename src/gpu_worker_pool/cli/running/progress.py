@@ -6,13 +6,12 @@ A terminal gets one line that is updated in place, anything else one line per ch
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import time
 from typing import Any, Final
 
 from gpu_worker_pool.cli.output import printable
-from gpu_worker_pool.cli.quantities import spoken_seconds
+from gpu_worker_pool.wording import spoken_seconds
 
 #: Narrower terminals get a shorter line.
 NARROW_COLUMNS: Final = 60
@@ -62,6 +61,8 @@ class Progress:
     def tick(self) -> None:
         if not (self._is_live and self._said):
             return
+        import shutil  # for a terminal alone
+
         columns = shutil.get_terminal_size().columns
         waited = spoken_seconds(self.waited_seconds)
         line = printable(f"gpu-pool: waiting {waited}: {self._said}")

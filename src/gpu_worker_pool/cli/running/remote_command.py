@@ -27,7 +27,7 @@ from gpu_worker_pool.cli.running.ssh import command_words, ssh_environment
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gpu_worker_pool.cli.running.linux import SignalInfo
+    from gpu_worker_pool.hardware.linux import SignalInfo
 
 #: Longest wait for the other side to say what is left of the command.
 OVER_SECONDS: Final = 30.0

@@ -21,7 +21,7 @@ from gpu_worker_pool.cli.running.ssh import ssh_environment, watch_words
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from gpu_worker_pool.cli.running.channel import Channel
+    from gpu_worker_pool.leases.channel import Channel
 
 #: How often a sign of life is sent within the time after which the other side would count the connection as gone.
 _BEATS_PER_SILENCE: Final = 4

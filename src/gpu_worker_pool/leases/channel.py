@@ -1,4 +1,4 @@
-"""The messages between the front process and the lease process: one JSON object each."""
+"""The messages between a program and its lease process: one JSON object each, and file descriptors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import json
 import socket
 import termios
 from array import array
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 #: Far more than any message needs.
 _LARGEST_BYTES = 1 << 17
+#: With one message.
+_MOST_DESCRIPTORS = 4
 #: Of messages that are only reports. Far less than the kernel keeps for a process that does not read.
 _MOST_UNREAD_BYTES = 1 << 14
 
@@ -25,10 +30,10 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, kind: str, **message: Any) -> bool:
-        """False if the other process is gone."""
+    def send(self, kind: str, descriptors: Sequence[int] = (), **message: Any) -> bool:
+        """False if the other process is gone. It gets copies of the descriptors, as the message's `descriptors`."""
         try:
-            self._socket.send(json.dumps({"kind": kind, **message}).encode())
+            socket.send_fds(self._socket, [json.dumps({"kind": kind, **message}).encode()], descriptors)
         except OSError:
             return False
         return True
@@ -55,12 +60,14 @@ class Channel:
     def receive_one(self) -> dict[str, Any] | None:
         """Raises a `BlockingIOError` if none has arrived yet."""
         try:
-            read = self._socket.recv(_LARGEST_BYTES)
+            read, descriptors, *_ = socket.recv_fds(self._socket, _LARGEST_BYTES, _MOST_DESCRIPTORS)
         except BlockingIOError:
             raise
         except OSError:
             return None
         message: dict[str, Any] | None = json.loads(read) if read else None
+        if message is not None and descriptors:
+            message["descriptors"] = descriptors
         return message
 
     def close(self) -> None:
