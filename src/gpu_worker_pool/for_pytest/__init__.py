@@ -1,0 +1,1 @@
+"""What the pytest plugin loads once a test asks for a GPU."""

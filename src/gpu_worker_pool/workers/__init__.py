@@ -1,0 +1,1 @@
+"""Worker processes that hold a GPU each: the executor, its lease process, and the workers themselves."""

@@ -1,0 +1,37 @@
+"""The Optuna study of docs/WORKERS.md, with Optuna itself: `make test-integrations`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.workers.conftest import Host
+
+pytest.importorskip("optuna", reason="make test-integrations installs it")
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_trials_of_a_study_have_a_gpu_each(host: Host) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "optuna_study.py")],
+        env=host.environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\{'rate': [0-9.e-]+\}\n", done.stdout)
+    assert len(re.findall(r"Trial \d+ finished", done.stderr)) == 20
+    assert host.is_given_back()
+
+
+def test_the_example_is_the_one_of_the_page() -> None:
+    page = (ROOT / "docs" / "WORKERS.md").read_text()
+    (block,) = [each for each in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "import optuna" in each]
+    assert block in (ROOT / "examples" / "optuna_study.py").read_text()
