@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive
 
-MOST_BODY_BYTES: Final = 64 * 1024
+MOST_BODY_BYTES: Final = 16 * 1024
 #: So much of a body that is too large is read and dropped: a caller that still sends when the connection is closed gets
 #: a broken pipe, and never sees the refusal.
 MOST_DROPPED_BYTES: Final = 1024 * 1024

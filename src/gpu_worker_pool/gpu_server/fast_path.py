@@ -9,25 +9,27 @@ import json
 import re
 from dataclasses import dataclass
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fastapi import FastAPI, Response
 
 from gpu_worker_pool.gpu_server.disconnect import CallerGoneError
-from gpu_worker_pool.gpu_server.responses import REFUSED_BY_BROKER, Refusal, as_refusal
+from gpu_worker_pool.gpu_server.responses import REFUSED_BY_BROKER, Refusal, Reply, as_refusal, content_type_of
 from gpu_worker_pool.gpu_server.security import read_headers
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from pydantic import BaseModel
     from starlette.types import Receive, Scope, Send
 
     from gpu_worker_pool.broker.broker import LeaseBroker
     from gpu_worker_pool.gpu_server.dashboard.peers import Fleet
+    from gpu_worker_pool.gpu_server.dashboard.usage import UsageView
     from gpu_worker_pool.gpu_server.events import EventStream
+    from gpu_worker_pool.gpu_server.fleet.handlers import FleetHandlers
     from gpu_worker_pool.gpu_server.host_view import HostView
     from gpu_worker_pool.gpu_server.leases.events import LeaseEvents
-    from gpu_worker_pool.gpu_server.responses import Reply
     from gpu_worker_pool.gpu_server.security import Authenticator, Caller, RequestHeaders
 
     Handler = Callable[["RequestContext"], Awaitable[Reply]]
@@ -44,8 +46,13 @@ class ServerParts:
     events: EventStream
     lease_events: LeaseEvents
     fleet: Fleet
+    usage: UsageView
+    #: None: this server is in no fleet.
+    in_fleet: FleetHandlers | None = None
     #: Whether there is a directory for the ledger, usable or not. Without one, clients assign GPUs in process.
     has_state_directory: bool = True
+    #: The last answer to `GET /queue`, and what it shows.
+    queue_shown: tuple[object, Reply] = (None, Reply(503, b""))
 
 
 class RequestContext:
@@ -57,11 +64,11 @@ class RequestContext:
     caller: Caller
 
     def __init__(self, parts: ServerParts, scope: Scope, receive: Receive, identifier: str = "") -> None:
-        self.parts = parts
-        self.scope = scope
-        self.receive = receive
+        self.parts: ServerParts = parts
+        self.scope: Scope = scope
+        self.receive: Receive = receive
         #: The parameter in the path.
-        self.identifier = identifier
+        self.identifier: str = identifier
         self._headers: RequestHeaders | None = None
 
     @property
@@ -82,6 +89,8 @@ class FastRoute:
     openapi: dict[str, Any]
     #: False: only for callers that the `Authenticator` lets through.
     is_open: bool = True
+    #: The schema of its body.
+    body: type[BaseModel] | None = None
 
 
 class FastPathAPI(FastAPI):
@@ -93,6 +102,7 @@ class FastPathAPI(FastAPI):
         super().__init__(**kwargs)
         self._get_headers = get_headers
         self._fixed_routes: dict[tuple[str, str], FastRoute] = {}
+        self._bodies: list[type[BaseModel]] = []
         self._routes_with_parameter: list[tuple[re.Pattern[str], FastRoute]] = []
 
     def add_fast_route(self, route: FastRoute, prefix: str) -> None:
@@ -104,11 +114,12 @@ class FastPathAPI(FastAPI):
             self._routes_with_parameter.append((pattern, route))
         else:
             self._fixed_routes[route.method, path] = route
+        if route.body is not None:
+            self._bodies.append(route.body)
         self.add_api_route(
             path,
             _never_called,
             methods=[route.method],
-            name=route.handler.__name__,
             description=cleandoc(route.handler.__doc__ or ""),
             response_class=Response,
             response_model=None,
@@ -124,6 +135,10 @@ class FastPathAPI(FastAPI):
             schema["components"]["securitySchemes"] = {
                 "key": {"type": "http", "scheme": "bearer", "description": "Needed from other hosts only."}
             }
+            for body in self._bodies:
+                described = body.model_json_schema(ref_template="#/components/schemas/{model}")
+                parts = described.pop("$defs", {})
+                schema["components"]["schemas"] |= {body.__name__: described, **parts}
             # Our classes are called `…Schema` to differ from those of the core; generated clients need not know.
             self.openapi_schema = json.loads(re.sub(r'(?<=\w)Schema"', '"', json.dumps(schema)))
         return self.openapi_schema
@@ -149,7 +164,8 @@ class FastPathAPI(FastAPI):
         except CallerGoneError:
             return
         status, body, extra = reply
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *extra]
+        content_type = content_type_of(status, scope["headers"])
+        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *extra]
         if route.method == "GET":
             headers += self._get_headers
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -170,7 +186,15 @@ class FastPathAPI(FastAPI):
         for pattern, each in self._routes_with_parameter:
             if each.method == method and (match := pattern.fullmatch(path)):
                 return each, match[1]
-        return None, ""
+        # FastAPI would take `/leases` with a line feed behind it for `/leases`.
+        return (None if path.isprintable() else _NO_ROUTE), ""
+
+
+async def _not_found(context: RequestContext) -> Reply:
+    raise Refusal(404, "not_found", f"there is no {context.scope['path'][:200]!r}")
+
+
+_NO_ROUTE: Final = FastRoute("GET", "", _not_found, {})
 
 
 async def _never_called() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpu_worker_pool.api.gpu_rows import count_body, history_row, stats_body, summary_body
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.gpu_server.responses import Reply, as_json
+from gpu_worker_pool.gpu_server.responses import Reply, as_json, problem
 from gpu_worker_pool.hardware.readers.nvidia_smi import nvidia_smi_available
 from gpu_worker_pool.hardware.sampler import TAKE_OVER_INTERVALS, LatestSamples
 from gpu_worker_pool.hardware.samples import DriverAnswer, DriverFailure
@@ -74,11 +74,11 @@ class HostView:
         clock: Callable[[], float] = boot_time,
         see_leases: Callable[[], Promises] = lambda: None,
     ) -> None:
-        self.filter = VisibilityFilter(visible_devices)
+        self.filter: VisibilityFilter = VisibilityFilter(visible_devices)
         self.shown: Shown | None = None
         #: The rows of `/gpu/history` by GPU, for each good sample, oldest first.
         self.history: deque[dict[str, bytes]] = deque(maxlen=max_history)
-        self.nvidia_smi_available = nvidia_smi_available()
+        self.nvidia_smi_available: bool = nvidia_smi_available()
         self._see = see
         self._see_promises = see_leases
         self._clock = clock
@@ -110,7 +110,7 @@ class HostView:
 
     def problem(self) -> Reply:
         health = self.health()
-        return Reply(503, as_json({"detail": health.cause, "error": health.code}))
+        return problem(503, health.code, health.cause)
 
     def last_sample(self) -> HostSample | None:
         return self._see().last

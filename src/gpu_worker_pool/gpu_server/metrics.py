@@ -1,25 +1,28 @@
 """`/metrics` for Prometheus: base units, a `uuid` label, and no line for unknown values.
 
-All numbers come from samples and a ledger that the workers of a server share: it does not matter which one answers.
+All numbers of `gpu_pool` come from samples and a ledger that the workers of a server share: it does not matter which of
+them answers. Those of `process` are of the worker that answers.
 Leases are counted by state and by GPU, not one by one, as each would add a time series.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from gpu_worker_pool import __version__
 from gpu_worker_pool.api.gpu_rows import driver_facts
+from gpu_worker_pool.api.lease_rows import name_of_account
 from gpu_worker_pool.core.moves import LEASE_MOVES, REQUEST_MOVES, RequestState
 from gpu_worker_pool.hardware.samples import GPUReading
+from gpu_worker_pool.ledger.records import HOLD_BOUNDS, WAIT_BOUNDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from prometheus_client.core import Metric
 
@@ -48,11 +51,6 @@ _GAUGES: Final[tuple[tuple[str, str, Callable[[GPUReading], float | None]], ...]
     ("temperature_celsius", "Temperature of the GPU.", lambda gpu: gpu.temperature_c),
     ("power_watts", "Power drawn.", lambda gpu: gpu.power_draw_w),
     ("power_limit_watts", "Power the GPU may draw.", lambda gpu: gpu.power_limit_w),
-    (
-        "ecc_uncorrected_errors",
-        "Uncorrected memory errors since the driver was loaded.",
-        lambda gpu: gpu.ecc_uncorrected_errors,
-    ),
     ("processes", "Processes computing.", lambda gpu: None if gpu.processes is None else len(gpu.processes)),
     ("healthy", "1 for a GPU that may be used, 0 for one with a fault.", lambda gpu: float(gpu.fault is None)),
 )
@@ -65,18 +63,33 @@ _LEASE_GAUGES: Final = {
 }
 
 
-def render(view: HostView, broker: LeaseBroker, accept: str) -> tuple[bytes, str]:
-    """The page and its content type, in the format that `accept` prefers."""
+def render(
+    view: HostView,
+    broker: LeaseBroker,
+    accept: str,
+    totals: Mapping[str, Any],
+    of_fleet: Sequence[Metric] = (),
+) -> tuple[bytes, str]:
+    """The page and its content type, in the format that `accept` prefers; `totals`: of the ledger's life."""
     registry = CollectorRegistry()
-    registry.register(_Metrics(view, broker))
+    registry.register(_Metrics(view, broker, totals, of_fleet))
+    ProcessCollector(registry=registry)
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
 
 
 class _Metrics(Collector):
-    def __init__(self, view: HostView, broker: LeaseBroker) -> None:
+    def __init__(
+        self,
+        view: HostView,
+        broker: LeaseBroker,
+        totals: Mapping[str, Any],
+        of_fleet: Sequence[Metric],
+    ) -> None:
+        self._of_fleet = of_fleet
         self._view = view
         self._broker = broker
+        self._totals = totals
 
     def collect(self) -> Iterator[Metric]:
         build = GaugeMetricFamily("gpu_pool_build_info", "The version that runs.", labels=["version"])
@@ -88,6 +101,11 @@ class _Metrics(Collector):
         if shown is not None:
             yield from _gpus(shown)
         yield from _leases(self._broker, () if shown is None else shown.visibility.gpus)
+        if self._broker.problem is None:
+            yield from _usage(self._totals)
+            if self._broker.policy.policy.names_in_metrics:
+                yield from _accounts(self._totals)
+        yield from self._of_fleet
 
 
 def _sampling(view: HostView) -> Iterator[Metric]:
@@ -115,12 +133,23 @@ def _gpus(shown: Shown) -> Iterator[Metric]:
     yield info
     for name, documentation, value_of in _GAUGES:
         yield _by_gpu(name, documentation, gpus, map(value_of, gpus))
+    yield _by_gpu(
+        "ecc_uncorrected_errors",
+        "Uncorrected memory errors since the driver was loaded.",
+        gpus,
+        (gpu.ecc_uncorrected_errors for gpu in gpus),
+        CounterMetricFamily,
+    )
 
 
 def _by_gpu(
-    name: str, documentation: str, gpus: Sequence[GPUReading], values: Iterable[float | None]
-) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"gpu_pool_gpu_{name}", documentation, labels=["gpu", "uuid"])
+    name: str,
+    documentation: str,
+    gpus: Sequence[GPUReading],
+    values: Iterable[float | None],
+    kind: type[CounterMetricFamily | GaugeMetricFamily] = GaugeMetricFamily,
+) -> Metric:
+    family = kind(f"gpu_pool_gpu_{name}", documentation, labels=["gpu", "uuid"])
     for gpu, value in zip(gpus, values, strict=True):
         if value is not None:
             family.add_metric([str(gpu.index), gpu.identity], value)
@@ -144,21 +173,62 @@ def _leases(broker: LeaseBroker, gpus: Sequence[GPUReading]) -> Iterator[Metric]
             ended.add_metric([state.value], broker.tally.get(state, 0))
     yield leases
     yield GaugeMetricFamily("gpu_pool_waiting", "Requests that wait.", value=len(broker.waiting))
-    yield CounterMetricFamily("gpu_pool_grants", "Leases granted since the ledger was created.", value=broker.fence)
+    yield CounterMetricFamily("gpu_pool_grants", "Leases granted since the ledger was created.", value=broker.grants)
     yield ended
     left = CounterMetricFamily("gpu_pool_requests_ended", "Requests that ended without a grant.", labels=["state"])
     for request_state, request_moves in REQUEST_MOVES.items():
         if not request_moves and request_state is not RequestState.GRANTED:
             left.add_metric([request_state.value], broker.tally.get(request_state, 0))
     yield left
-    values = [_lease_values(gpu, broker) for gpu in gpus]
+    held: dict[str, list[Lease]] = {}
+    for lease in broker.leases.values():
+        if lease.within not in broker.leases:  # each stands for those inside it
+            for gpu_id in lease.gpu_ids:
+                held.setdefault(gpu_id, []).append(lease)
+    values = [_lease_values(gpu, broker, held) for gpu in gpus]
     for name, documentation in _LEASE_GAUGES.items():
         yield _by_gpu(name, documentation, gpus, (of_gpu[name] for of_gpu in values))
 
 
-def _lease_values(gpu: GPUReading, broker: LeaseBroker) -> dict[str, float | None]:
+def _usage(totals: Mapping[str, Any]) -> Iterator[Metric]:
+    """Of leases that have ended; counted when they are written to the usage file, a second later."""
+    for name, documentation, bounds in (
+        ("wait_seconds", "How long requests waited that were granted.", WAIT_BOUNDS),
+        ("hold_seconds", "How long leases were held.", HOLD_BOUNDS),
+    ):
+        found = totals.get(name) or {"counts": [0] * (len(bounds) + 1), "sum": 0.0}
+        buckets, count = [], 0
+        for bound, more in zip((*map(str, bounds), "+Inf"), found["counts"], strict=False):
+            count += more
+            buckets.append((bound, count))
+        yield HistogramMetricFamily(f"gpu_pool_{name}", documentation, buckets=buckets, sum_value=found["sum"])
+
+
+#: Of an account, by its name in the totals.
+_ACCOUNT_COUNTERS: Final = {
+    "leases": ("leases", "Leases of the account that have ended."),
+    "gpu_seconds": ("gpu_seconds", "GPU time of the account's ended leases; a share counts by its part of the memory."),
+    "idle_gpu_seconds": ("idle_gpu_seconds", "The part of that in which the GPU was seen to compute nothing."),
+}
+
+
+def _accounts(totals: Mapping[str, Any]) -> Iterator[Metric]:
+    accounts: Mapping[str, Mapping[str, float]] = totals.get("accounts", {})
+    for key, (name, documentation) in _ACCOUNT_COUNTERS.items():
+        family = CounterMetricFamily(f"gpu_pool_account_{name}", documentation, labels=["account"])
+        named: dict[str, float] = {}
+        for account, values in accounts.items():
+            shown = name_of_account(account)
+            named[shown] = named.get(shown, 0.0) + values.get(key, 0.0)
+        for shown, value in named.items():
+            family.add_metric([shown], value)
+        yield family
+
+
+def _lease_values(gpu: GPUReading, broker: LeaseBroker, held: dict[str, list[Lease]]) -> dict[str, float | None]:
+    """`held`: the leases of each device."""
     devices: tuple[GPUReading | MIGReading, ...] = (gpu, *gpu.mig_devices)
-    found = [(device, _leases_on(device, broker)) for device in devices]
+    found = [(device, sorted(held.get(_name_of(device), ()), key=lambda lease: lease.fence)) for device in devices]
     leases = {lease.lease_id: lease for _, on_device in found for lease in on_device}.values()
     # A lease without an amount has the whole device.
     promised = [each.request.requirements.memory_mb or device.memory_total_mb for device, on in found for each in on]
@@ -172,15 +242,8 @@ def _lease_values(gpu: GPUReading, broker: LeaseBroker) -> dict[str, float | Non
     }
 
 
-def _leases_on(device: GPUReading | MIGReading, broker: LeaseBroker) -> list[Lease]:
-    """Oldest first; each stands for those inside it."""
-    name = _name_of(device)
-    leases = (lease for lease in broker.leases.values() if lease.within not in broker.leases)
-    return sorted((lease for lease in leases if name in lease.gpu_ids), key=lambda lease: lease.fence)
-
-
 def _used_mb(device: GPUReading | MIGReading, leases: list[Lease]) -> float | None:
-    """What is in use now, less what was in use before the first of the leases."""
+    """What is in use now, less what was in use before the first of the leases, which is the oldest."""
     if not leases:
         return 0.0
     before = leases[0].held[leases[0].gpu_ids.index(_name_of(device))].memory_used_mb

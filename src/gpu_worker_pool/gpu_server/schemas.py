@@ -160,9 +160,17 @@ class HistorySchema(BaseModel):
     gpus: list[GPUHistorySchema]
 
 
-class ProblemSchema(BaseModel):
+class RFC9457(BaseModel):
+    """Problem details; the content type is that of RFC 9457 for callers that accept it."""
+
+    type: str = Field(description="Identifies the kind of problem.", examples=["urn:gpu-worker-pool:driver_hangs"])
+    title: str = Field(description="The same in words.", examples=["Driver hangs"])
+    status: int = Field(description="The status of the answer.", examples=[503])
+
+
+class ProblemSchema(RFC9457):
     detail: str = Field(description="What is wrong, for people.")
-    error: str = Field(description="A code for the cause, for programs.")
+    error: str | None = Field(description="A code for the cause, for programs.")
 
 
 class HealthBody(BaseModel):
@@ -175,6 +183,14 @@ class HealthBody(BaseModel):
     gpu_count: int | None
     backend: str | None
     driver_version: str | None
+
+
+class Alive(BaseModel):
+    status: Literal["alive"] = "alive"
+
+
+class Ready(BaseModel):
+    status: Literal["ready"] = "ready"
 
 
 class Home(BaseModel):
@@ -220,6 +236,10 @@ class LeasesConfig(BaseModel):
     open_to: list[Literal["loopback", "keys", "socket"]]
     idle_after: float
     most_waiting: int
+    policy: str | None = Field(description="The policy file; null where nothing is limited.")
+    policy_problem: str | None = Field(description="Why the file cannot be used as it is; the one before is in force.")
+    most_leases_of_a_caller: int
+    most_leases: int
 
 
 class Config(BaseModel):

@@ -11,13 +11,16 @@ import re
 import socket
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import sha256
 from hmac import compare_digest
+from http import HTTPStatus
 from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from gpu_worker_pool.core.accounts import LOOPBACK
+from gpu_worker_pool.gpu_server.keys import KeyRing, digest_of
 from gpu_worker_pool.gpu_server.responses import Refusal
 from gpu_worker_pool.gpu_server.unix_socket import PEER
+from gpu_worker_pool.gpu_server.wrong_keys import WrongKeys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,9 +31,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.gpu_server.settings import ServerSettings
     from gpu_worker_pool.gpu_server.unix_socket import Peer
 
-#: The account of callers on this host, who need no key.
-LOOPBACK: Final = "loopback"
-
+KEY_WRONG: Final = "key_wrong"
 _BEARER: Final = re.compile(rb"bearer +(\S+) *", re.IGNORECASE)
 _HOST: Final = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::[0-9]{1,5})?")
 #: Headers that proxies add. A proxy that adds none looks like a program on this host.
@@ -58,7 +59,7 @@ _PROXY_PREFIXES: Final = (b"x-forwarded", b"x-original-", b"x-envoy-", b"x-arr-"
 class Caller:
     """Who sent a request that may change leases."""
 
-    #: Whose waiting requests are counted together: `loopback`, a user, or the fingerprint of a key, never the key.
+    #: For whom it asks, as `core/accounts.py` writes it.
     account: str
     is_admin: bool
     #: The process at the other end of the Unix socket; None over TCP.
@@ -105,13 +106,12 @@ class Authenticator:
     """`hostnames`: the names of this machine; by default those that the system reports."""
 
     def __init__(self, settings: ServerSettings, hostnames: Iterable[str] | None = None) -> None:
-        # An administrator's key also works as an ordinary key.
-        keys = dict.fromkeys(settings.gpu_pool_api_keys, False) | dict.fromkeys(settings.gpu_pool_admin_keys, True)
-        self._keys = [(_digest(key.encode()), is_admin) for key, is_admin in keys.items()]
+        self._ring = KeyRing(settings)
         self._is_open_on_loopback = settings.gpu_pool_open_on_loopback
         self._socket = settings.gpu_pool_socket
         names = {"localhost", *(_own_names() if hostnames is None else hostnames), *settings.gpu_pool_hosts}
         self._names = frozenset(name.lower().rstrip(".") for name in names)
+        self._wrong_keys = WrongKeys()
         # Honest programs use few names, and parsing one takes longer than all other checks.
         self._is_ours = lru_cache(maxsize=64)(self._is_our_name)
 
@@ -119,7 +119,7 @@ class Authenticator:
     def open_to(self) -> list[str]:
         """Who may change leases, as `/config` shows it to everyone."""
         on_socket = self._socket is not None
-        return ["loopback"] * self._is_open_on_loopback + ["keys"] * bool(self._keys) + ["socket"] * on_socket
+        return ["loopback"] * self._is_open_on_loopback + ["keys"] * bool(self._ring.current()) + ["socket"] * on_socket
 
     def offers_leases(self, scope: Scope) -> bool:
         """Whether this caller can acquire leases (D18).
@@ -127,22 +127,39 @@ class Authenticator:
         Clients ask for the features without their key, so a server with keys offers leases to all who send none.
         """
         headers = read_headers(scope)
-        if self._keys and headers.authorization is None:
+        if self._ring.current() and headers.authorization is None:
             return True
         try:
             self.identify(scope, headers)
-        except Refusal:
+        except Refusal as refusal:
+            if refusal.reply.status == HTTPStatus.TOO_MANY_REQUESTS:
+                raise
             return False
         return True
 
     def identify(self, scope: Scope, headers: RequestHeaders) -> Caller:
         """The caller; raises a `Refusal` for one that may not change leases."""
+        try:
+            return self._identify(scope, headers)
+        except Refusal as refusal:
+            # Only after the key was compared: a right one passes, however many wrong ones came from the same address.
+            if refusal.error == KEY_WRONG and (seconds := self._wrong_keys.seconds_to_wait(_address(scope))):
+                raise Refusal(
+                    429,
+                    "too_many_wrong_keys",
+                    f"too many wrong keys came from your address: {refusal}",
+                    # Each try then costs a new connection.
+                    headers=((b"retry-after", b"%d" % seconds), (b"connection", b"close")),
+                ) from None
+            raise
+
+    def _identify(self, scope: Scope, headers: RequestHeaders) -> Caller:
         if headers.twice is not None:
             raise Refusal(400, "invalid", f"the header {headers.twice} was sent twice: send it once")
         if (peer := self._peer(scope, headers)) is not None:
             return self._by_peer(peer, headers)
         is_here = self._is_here(scope, headers)
-        if not self._keys and not is_here:
+        if not self._ring.current() and not is_here:
             to_whom = "to programs on its own host only" if self._is_open_on_loopback else "over its Unix socket only"
             raise Refusal(
                 403,
@@ -189,20 +206,21 @@ class Authenticator:
         )
 
     def _by_key(self, authorization: bytes) -> Caller:
-        if not self._keys:
+        keys = self._ring.current()
+        if not keys:
             detail = "this server has no keys (GPU_POOL_API_KEYS is not set): on its own host, send none"
-            raise _unauthorized("key_wrong", detail)
+            raise _unauthorized(KEY_WRONG, detail)
         match = _BEARER.fullmatch(authorization)
         if match is None:
-            raise _unauthorized("key_wrong", "this is not a key: send Authorization: Bearer KEY")
-        sent = _digest(match[1])
+            raise _unauthorized(KEY_WRONG, "this is not a key: send Authorization: Bearer KEY")
+        sent = digest_of(match[1])
         found: Caller | None = None
         # Compares all keys, also after a match, so that the time taken reveals nothing.
-        for digest, is_admin in self._keys:
-            if compare_digest(digest, sent):
-                found = Caller(f"key-{digest.hex()[:12]}", is_admin)
+        for key in keys:
+            if compare_digest(key.digest, sent):
+                found = Caller(key.account, key.is_admin)
         if found is None:
-            raise _unauthorized("key_wrong", "this server does not know this key: ask its administrator for one")
+            raise _unauthorized(KEY_WRONG, "this server does not know this key: ask its administrator for one")
         return found
 
     def _refuse_web_page(self, headers: RequestHeaders) -> None:
@@ -240,13 +258,15 @@ def check_content_type(headers: RequestHeaders, *, is_needed: bool) -> None:
         raise Refusal(415, "not_json", f"{said}: send JSON, with Content-Type: application/json")
 
 
+def _address(scope: Scope) -> str:
+    """Where it comes from: an address, or the user of the socket."""
+    peer: Peer | None = scope.get(PEER)
+    client = scope.get("client")
+    return peer.account if peer is not None else client[0] if client else ""
+
+
 def _unauthorized(error: str, detail: str) -> Refusal:
     return Refusal(401, error, detail, headers=((b"www-authenticate", b"Bearer"),))
-
-
-def _digest(key: bytes) -> bytes:
-    """Keys are compared by digests, which all have the same length."""
-    return sha256(key).digest()
 
 
 def _same_origin(origin: bytes, host: bytes) -> bool:

@@ -5,16 +5,21 @@ A bad value is logged and its default used: a typo in a profile should not keep 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
+import stat
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, get_args
 
 from dotenv import dotenv_values
 
-from gpu_worker_pool.config import EndpointConfig, read_servers
+from gpu_worker_pool.config import LOCAL_ENDPOINT, EndpointConfig, parse_endpoints, read_servers
+from gpu_worker_pool.core.settings import Strategy
 from gpu_worker_pool.environment import Environment, number, one_of, parse_bool, plain_text, printable, refused
+from gpu_worker_pool.gpu_server.keys import parse_keys
 from gpu_worker_pool.hardware.readers.choose import check_backend, complete_backend, read_outsiders
 from gpu_worker_pool.host_socket import parse_socket
 
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 DEFAULT_LOG_FORMAT: Final = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
@@ -37,6 +42,8 @@ OWN_PATHS: Final = (
     "/config",
     "/dashboard",
     "/events",
+    "/fleet",
+    "/fleet/link",
     "/gpu/count",
     "/gpu/history",
     "/gpu/stats",
@@ -47,19 +54,34 @@ OWN_PATHS: Final = (
     "/openapi.json",
     "/queue",
 )
-#: Shorter ones can be guessed.
-SHORTEST_KEY: Final = 16
 #: More would not fit on the page.
 MOST_PEERS: Final = 64
-_KEY: Final = re.compile(r"[!-~]+")
+#: The name of a host of a fleet.
+FLEET_HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,40}")
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,253}|\[?[0-9A-Fa-f:.]+\]?")
 _PATH: Final = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")
+
+
+def alias_of(name: str) -> str:
+    """The other name of a variable with a bare name, which wins: conda and others set `HOST` for themselves."""
+    return name if name.startswith(("GPU_", "CUDA_")) else f"GPU_POOL_SERVER_{name}"
+
+
+def _name_in(env: Mapping[str, str], name: str) -> str:
+    alias = alias_of(name)
+    return alias if env.get(alias, "").strip() else name
 
 
 def read_environment(complain: Callable[[str], object] = logger.error) -> dict[str, str]:
     """The process's variables; a `.env` file in the working directory adds those that are not set."""
     try:
+        found = Path(".env").stat()
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & stat.S_IWOTH:
+            # In a folder such as /tmp it may be anyone's, and name keys that open this server.
+            raise PermissionError(errno.EPERM, "another user can write it")
         from_file = {name: value for name, value in dotenv_values(".env").items() if value is not None}
+    except FileNotFoundError:
+        from_file = {}
     except (OSError, UnicodeDecodeError) as error:
         complain(f".env cannot be read ({error}): ignoring it")
         from_file = {}
@@ -119,21 +141,41 @@ def _parse_hosts(text: str, name: str) -> tuple[str, ...]:
     return tuple(host.strip("[]") for host in hosts)
 
 
+def _parse_database(text: str, name: str) -> str:
+    from gpu_worker_pool.fleet.database_url import check_url  # a server without a fleet loads nothing of it
+
+    return check_url(text, name)
+
+
+def _parse_candidates(text: str, name: str) -> tuple[str, ...]:
+    try:
+        found = tuple(each.url.rstrip("/") for each in parse_endpoints(text, name))
+    except ValueError as error:
+        raise ValueError(str(error)) from None
+    if LOCAL_ENDPOINT in found:
+        raise refused(name, "addresses of servers with --fleet, such as http://gpu-1:8000", text)
+    return found
+
+
+def _parse_strategy(text: str, name: str) -> Strategy:
+    return one_of(get_args(Strategy), text.lower(), name)
+
+
+def _parse_own_url(text: str, name: str) -> str:
+    found = _parse_candidates(text, name)
+    if len(found) != 1:
+        raise refused(name, "one address of this server, such as http://gpu-1:8000", text)
+    return found[0]
+
+
+def _parse_host_name(text: str, name: str) -> str:
+    if not FLEET_HOST.fullmatch(text):
+        raise refused(name, "1 to 40 of letters, digits and . _ -", text)
+    return text
+
+
 def _words(text: str) -> list[str]:
     return list(dict.fromkeys(re.split(r"[\s,]+", text.strip(" ,"))))
-
-
-def _get_keys(name: str, env: Mapping[str, str], complain: Callable[[str], object]) -> tuple[str, ...]:
-    """The usable keys; of the others only the number is logged, as they may be secrets all the same."""
-    text = env.get(name, "").strip()
-    keys = _words(text) if text else []
-    good = tuple(key for key in keys if len(key) >= SHORTEST_KEY and _KEY.fullmatch(key))
-    if len(good) < len(keys):
-        complain(
-            f"{name}: {len(keys) - len(good)} of {len(keys)} keys cannot be used (expected {SHORTEST_KEY} or more "
-            "ASCII characters, commas or blanks between keys): ignoring them"
-        )
-    return good
 
 
 def read_peers(name: str, text: str, complain: Callable[[str], object]) -> tuple[EndpointConfig, ...]:
@@ -187,9 +229,14 @@ class ServerSettings:
     gpu_pool_state_dir: str | None = _variable(None, plain_text)
     #: The Unix socket to listen on, besides TCP; None: there is none.
     gpu_pool_socket: str | None = _variable(None, parse_socket)
-    #: Keys for callers on other hosts, and for administrators: secrets, shown nowhere.
+    #: Files in PEM format, to serve https instead of http: both, or neither.
+    gpu_pool_tls_cert: str | None = _variable(None, plain_text)
+    gpu_pool_tls_key: str | None = _variable(None, plain_text)
+    #: Keys, or `name:key`, for callers on other hosts, and for administrators: secrets, shown nowhere.
     gpu_pool_api_keys: tuple[str, ...] = field(default=(), repr=False)
     gpu_pool_admin_keys: tuple[str, ...] = field(default=(), repr=False)
+    #: A file with more of the former, which is read again when it changes.
+    gpu_pool_api_keys_file: str | None = _variable(None, plain_text)
     #: Whether programs on this host need no key.
     gpu_pool_open_on_loopback: bool = _variable(True, parse_bool)
     #: Further names that programs on this host may use for it.
@@ -198,8 +245,31 @@ class ServerSettings:
     gpu_pool_idle_after: float = _variable(1800.0, number(float, 1, 1e9))
     #: How many waiting requests one key, one user of the socket, or all other programs on this host may have.
     gpu_pool_most_waiting: int = _variable(1000, number(int, 1, 1_000_000))
+    #: The policy file, if this host has none in `/etc/gpu-pool`.
+    gpu_pool_policy: str | None = _variable(None, plain_text)
+    #: How many leases and waiting requests such a caller may have together, and all callers.
+    gpu_pool_most_leases_of_a_caller: int = _variable(2000, number(int, 1, 1_000_000))
+    gpu_pool_most_leases: int = _variable(10_000, number(int, 1, 1_000_000))
+    #: The database of a fleet, which makes this server one of those that may be its dispatcher. It may hold a password.
+    gpu_pool_fleet_database: str | None = field(default=None, repr=False, metadata={"parse": _parse_database})
+    #: Candidates of a fleet that this host joins.
+    gpu_pool_fleet_join: tuple[str, ...] = _variable((), _parse_candidates)
+    #: A file with the fleet's key.
+    gpu_pool_fleet_key_file: str | None = _variable(None, plain_text)
+    #: Whether links to other hosts may be plain http, which others on the network can read.
+    gpu_pool_fleet_insecure: bool = _variable(False, parse_bool)
+    #: How the fleet picks the host where several can serve, while this server is its dispatcher.
+    gpu_pool_fleet_strategy: Strategy = field(default="pack", metadata={"parse": _parse_strategy})
+    #: This host's name in the fleet; None: its hostname.
+    gpu_pool_host_name: str | None = _variable(None, _parse_host_name)
+    #: The address at which others reach this server; None: where it listens.
+    gpu_pool_url: str | None = _variable(None, _parse_own_url)
     #: Servers of other hosts that the live page also shows.
     gpu_pool_peers: tuple[EndpointConfig, ...] = ()
+
+    @property
+    def is_in_fleet(self) -> bool:
+        return self.gpu_pool_fleet_database is not None or bool(self.gpu_pool_fleet_join)
 
     @property
     def backend(self) -> str:
@@ -215,7 +285,7 @@ class ServerSettings:
         environment = Environment(env, complain)
         get = environment.get
         read: dict[str, Any] = {
-            each.name: get(each.name.upper(), each.default, each.metadata["parse"])
+            each.name: get(_name_in(env, each.name.upper()), each.default, each.metadata["parse"])
             for each in fields(cls)
             if "parse" in each.metadata
         }
@@ -234,7 +304,7 @@ class ServerSettings:
         return cls(
             **read,
             gpu_simulated_outsiders=read_outsiders(read["gpu_backend"], environment),
-            gpu_pool_api_keys=_get_keys("GPU_POOL_API_KEYS", env, complain),
-            gpu_pool_admin_keys=_get_keys("GPU_POOL_ADMIN_KEYS", env, complain),
+            gpu_pool_api_keys=parse_keys("GPU_POOL_API_KEYS", env.get("GPU_POOL_API_KEYS", ""), complain),
+            gpu_pool_admin_keys=parse_keys("GPU_POOL_ADMIN_KEYS", env.get("GPU_POOL_ADMIN_KEYS", ""), complain),
             gpu_pool_peers=read_peers("GPU_POOL_PEERS", env.get("GPU_POOL_PEERS", ""), complain),
         )

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
+from gpu_worker_pool.core.accounts import account_of_user
 from gpu_worker_pool.hardware.proc import user_name
 from gpu_worker_pool.hardware.processes import name_of_process
 from gpu_worker_pool.host_socket import peer_credentials
@@ -45,7 +46,7 @@ class Peer:
     @property
     def account(self) -> str:
         """The same as that of this user's `local://` programs."""
-        return f"user:{self.uid}"
+        return account_of_user(self.uid)
 
     @property
     def user(self) -> str | None:
@@ -89,7 +90,7 @@ class UnixListener:
         self.path = path
         _check_folder(Path(path).parent)
         _remove_old(path)
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket: socket.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self.socket.bind(path)
             Path(path).chmod(SOCKET_MODE)  # whatever the umask

@@ -49,6 +49,9 @@ def test_nothing_is_known_before_the_first_sample() -> None:
     assert json.loads(host.view.answer("stats").body) == {
         "detail": "no sample was taken yet",
         "error": "no_sample_yet",
+        "type": "urn:gpu-worker-pool:no_sample_yet",
+        "title": "No sample yet",
+        "status": 503,
     }
 
 
@@ -93,7 +96,13 @@ def test_a_failure_is_told_at_once_and_the_last_good_sample_for_a_while() -> Non
     host.now = 1020.0
     host.sample(DriverFailure("it broke", "broken"))
     assert host.status() == (503, "unhealthy", "broken")
-    assert json.loads(host.view.answer("count").body) == {"detail": "it broke", "error": "broken"}
+    assert json.loads(host.view.answer("count").body) == {
+        "detail": "it broke",
+        "error": "broken",
+        "type": "urn:gpu-worker-pool:broken",
+        "title": "Broken",
+        "status": 503,
+    }
     host.sample()
     assert host.status() == (200, "healthy", None)
 

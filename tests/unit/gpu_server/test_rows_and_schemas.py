@@ -60,7 +60,7 @@ AGE = {"sample_age_seconds": 0.0}
 @pytest.mark.parametrize(
     ("schema", "row"),
     [
-        (lease_schemas.GrantedLease, lease_rows.granted_body(LEASE, "t" * 16, lambda _: 0, "index")),
+        (lease_schemas.GrantedLease, lease_rows.granted_body(LEASE, "t" * 16, lambda _: 0, "index", 0.25)),
         (lease_schemas.LeaseSchema, lease_rows.lease_body(LEASE, lambda _: 0, "index")),
         (lease_schemas.LeaseRowSchema, lease_rows.lease_row(LEASE, LeaseUsage())),
         (lease_schemas.StillWaitingSchema, lease_rows.waiting_body(WAITING, "t" * 16)),

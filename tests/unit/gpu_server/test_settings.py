@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,24 @@ DEFAULTS = {
     "gpu_pool_socket": None,
     "gpu_pool_api_keys": (),
     "gpu_pool_admin_keys": (),
+    "gpu_pool_api_keys_file": None,
     "gpu_pool_open_on_loopback": True,
     "gpu_pool_hosts": (),
+    "gpu_pool_tls_cert": None,
+    "gpu_pool_tls_key": None,
     "gpu_pool_idle_after": 1800.0,
     "gpu_pool_most_waiting": 1000,
+    "gpu_pool_policy": None,
+    "gpu_pool_most_leases_of_a_caller": 2000,
+    "gpu_pool_most_leases": 10_000,
     "gpu_pool_peers": (),
+    "gpu_pool_fleet_database": None,
+    "gpu_pool_fleet_join": (),
+    "gpu_pool_fleet_key_file": None,
+    "gpu_pool_fleet_insecure": False,
+    "gpu_pool_fleet_strategy": "pack",
+    "gpu_pool_host_name": None,
+    "gpu_pool_url": None,
 }
 
 
@@ -74,6 +88,7 @@ def test_defaults_are_the_documented_ones(caplog: pytest.LogCaptureFixture) -> N
         ("GPU_POOL_STATE_DIR", "~/pool", "gpu_pool_state_dir", "~/pool"),
         ("GPU_POOL_SOCKET", "/run/gpu-pool/gpu-pool.sock", "gpu_pool_socket", "/run/gpu-pool/gpu-pool.sock"),
         ("GPU_POOL_API_KEYS", "0123456789abcdef", "gpu_pool_api_keys", ("0123456789abcdef",)),
+        ("GPU_POOL_API_KEYS_FILE", "/etc/keys", "gpu_pool_api_keys_file", "/etc/keys"),
         (
             "GPU_POOL_ADMIN_KEYS",
             " first-of-two-keys, second~of+two/keys= first-of-two-keys ,",
@@ -89,6 +104,7 @@ def test_defaults_are_the_documented_ones(caplog: pytest.LogCaptureFixture) -> N
         ),
         ("GPU_POOL_IDLE_AFTER", "60.5", "gpu_pool_idle_after", 60.5),
         ("GPU_POOL_MOST_WAITING", "7", "gpu_pool_most_waiting", 7),
+        ("GPU_POOL_POLICY", "/srv/policy.toml", "gpu_pool_policy", "/srv/policy.toml"),
         ("PORT", "", "port", 8000),
         ("PORT", "  ", "port", 8000),
     ],
@@ -204,6 +220,24 @@ def test_a_dotenv_file_that_cannot_be_read_is_done_without(
     monkeypatch.delenv("TITLE", raising=False)
     assert ServerSettings.from_environment().title == "GPU Statistics Server"
     assert caplog.text.count(".env cannot be read") == 1
+
+
+@pytest.mark.parametrize(("mode", "owner"), [(0o666, None), (0o644, 12345)])
+def test_a_dotenv_file_that_another_user_can_write_is_ignored(
+    mode: int, owner: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a folder such as /tmp it may be anyone's, and name keys of theirs."""
+    if owner is not None and os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    file = tmp_path / ".env"
+    file.write_text("GPU_POOL_ADMIN_KEYS=key-of-somebody-else\n")
+    file.chmod(mode)
+    if owner is not None:
+        os.chown(file, owner, owner)
+    monkeypatch.chdir(tmp_path)
+    assert ServerSettings.from_environment().gpu_pool_admin_keys == ()
+    assert ".env cannot be read" in caplog.text
+    assert "another user can write it" in caplog.text
 
 
 def test_a_long_value_is_cut_short_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

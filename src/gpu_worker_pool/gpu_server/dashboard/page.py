@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import HTTPException, Request, Response
 from starlette.responses import JSONResponse
 
+from gpu_worker_pool.errors import GPUWorkerPoolError
 from gpu_worker_pool.gpu_server.compression import accepts_gzip, compressed
 from gpu_worker_pool.hardware.processes import boot_id
 
@@ -41,6 +42,7 @@ HEADERS: Final[Mapping[str, str]] = {
 #: Further headers of the page itself; they apply to its parts, too.
 PAGE_HEADERS: Final[Mapping[str, str]] = {
     "content-security-policy": POLICY,
+    "x-frame-options": "DENY",  # for what does not know `frame-ancestors`
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
 }
@@ -88,7 +90,15 @@ def add_dashboard(app: FastPathAPI, settings: ServerSettings) -> None:
     async def peers_history(request: Request) -> Response:
         return await compressed(request, _json(await app.parts.fleet.history()))
 
+    async def usage(request: Request) -> Response:
+        try:
+            body = await app.parts.usage.body()
+        except GPUWorkerPoolError as error:
+            return JSONResponse({"detail": str(error)}, status_code=503, headers=_NO_STORE)
+        return await compressed(request, JSONResponse(body, headers=_NO_STORE))
+
     add("", page)
+    add("/usage", usage)
     add("/files/{name}", file)
     add("/host", host)
     add("/peers", peers)

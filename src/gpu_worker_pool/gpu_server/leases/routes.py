@@ -34,7 +34,7 @@ _REFUSED: Final = {
     415: "The body is not JSON.",
     421: "`Host` is not a name of this machine.",
     422: "The request is invalid; `reasons` says why.",
-    429: "Too many requests of this caller wait already.",
+    429: "This caller has too many waiting requests or leases, or there are too many in all.",
     503: "The ledger cannot be used now, or the server is stopping. Try again.",
 }
 _TOKEN: Final = {
@@ -49,10 +49,15 @@ _GPU_NAMES: Final = {
     "description": schemas.GPU_NAMES_DESCRIPTION,
     "schema": {"type": "string", "enum": list(get_args(GPUNaming)), "default": "index"},
 }
-_ID_DESCRIPTIONS: Final = {"lease_id": "From the answer to `POST /leases`.", "request_id": "From the request."}
+_ID_DESCRIPTIONS: Final = {
+    "lease_id": "From the answer to `POST /leases`.",
+    "request_id": "From the request.",
+    "host": "From `GET /fleet`.",
+}
 
 
 def _route(
+    operation_id: str,
     method: Method,
     path: str,
     handler: Handler,
@@ -60,7 +65,9 @@ def _route(
     refusals: tuple[int, ...] = (),
     *,
     is_open: bool = True,
-    body: type[schemas.RequirementsBody] | None = None,
+    takes_token: bool = True,
+    body: type[BaseModel] | None = None,
+    is_body_needed: bool = True,
     query: tuple[dict[str, Any], ...] = (),
 ) -> FastRoute:
     parameters: list[dict[str, Any]] = [
@@ -77,20 +84,34 @@ def _route(
     parameters.extend(query)
     extra: dict[str, Any] = {"parameters": parameters}
     if not is_open:
-        parameters.append(_TOKEN)
+        if takes_token:
+            parameters.append(_TOKEN)
         refusals = (400, 401, 403, 421, *refusals)
         extra["security"] = [{"key": []}, {}]  # a key, or none on this host
     if body is not None:
-        content = {"application/json": {"schema": body.model_json_schema()}}
-        extra["requestBody"] = {"required": True, "content": content}
+        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
+        extra["requestBody"] = {"required": is_body_needed, "content": content}
     responses: dict[int | str, dict[str, Any]] = {status: {"model": model} for status, model in answers.items()}
     responses |= {status: {"model": schemas.Refused, "description": _REFUSED[status]} for status in (*refusals, 503)}
-    openapi = {"status_code": min(answers), "responses": responses, "openapi_extra": extra, "tags": [LEASE_TAG["name"]]}
-    return FastRoute(method, path, handler, openapi, is_open=is_open)
+    openapi = {
+        "operation_id": operation_id,
+        "name": operation_id,
+        "status_code": min(answers),
+        "responses": responses,
+        "openapi_extra": extra,
+        "tags": [LEASE_TAG["name"]],
+    }
+    return FastRoute(method, path, handler, openapi, is_open=is_open, body=body)
 
 
+_FLEET_ACTIONS: Final[tuple[tuple[str, Method, str, Handler], ...]] = (
+    ("drain_host", "POST", "/fleet/hosts/{host}/drain", handlers.drain_host),
+    ("undrain_host", "POST", "/fleet/hosts/{host}/undrain", handlers.undrain_host),
+    ("remove_host", "DELETE", "/fleet/hosts/{host}", handlers.remove_host),
+)
 LEASE_ROUTES: Final = (
     _route(
+        "acquire_lease",
         "POST",
         "/leases",
         handlers.acquire,
@@ -100,21 +121,89 @@ LEASE_ROUTES: Final = (
         body=schemas.LeaseRequest,
     ),
     _route(
+        "renew_lease",
         "POST",
         "/leases/{lease_id}/renew",
         handlers.renew,
         {200: schemas.LeaseSchema},
-        (404, 409, 415, 422),
+        (404, 409, 413, 415, 422),
         is_open=False,
+        body=schemas.RenewalBody,
+        is_body_needed=False,
         query=(_GPU_NAMES,),
     ),
-    _route("DELETE", "/leases/{lease_id}", handlers.release, {200: schemas.ReleasedSchema}, (404, 409), is_open=False),
-    _route("DELETE", "/queue/{request_id}", handlers.cancel, {200: schemas.CancelledSchema}, (404,), is_open=False),
-    _route("GET", "/leases", handlers.leases, {200: schemas.Leases}),
-    _route("GET", "/leases/{lease_id}", handlers.lease, {200: schemas.LeaseRowSchema}, (404,)),
-    _route("GET", "/queue", handlers.queue, {200: schemas.Queue}),
-    _route("GET", "/queue/{request_id}", handlers.explanation, {200: schemas.ExplanationSchema}, (404,)),
     _route(
+        "yield_lease",
+        "POST",
+        "/leases/{lease_id}/yield",
+        handlers.ask_to_leave,
+        {200: schemas.AskedSchema},
+        (404, 409, 413, 415, 422),
+        is_open=False,
+        takes_token=False,
+        body=schemas.YieldBody,
+        is_body_needed=False,
+    ),
+    _route(
+        "release_lease",
+        "DELETE",
+        "/leases/{lease_id}",
+        handlers.release,
+        {200: schemas.ReleasedSchema},
+        (404, 409),
+        is_open=False,
+    ),
+    _route(
+        "cancel_request",
+        "DELETE",
+        "/queue/{request_id}",
+        handlers.cancel,
+        {200: schemas.CancelledSchema},
+        (404,),
+        is_open=False,
+    ),
+    _route(
+        "list_leases",
+        "GET",
+        "/leases",
+        handlers.leases,
+        {200: schemas.Leases},
+    ),
+    _route(
+        "get_lease",
+        "GET",
+        "/leases/{lease_id}",
+        handlers.lease,
+        {200: schemas.LeaseRowSchema},
+        (404,),
+    ),
+    _route(
+        "list_queue",
+        "GET",
+        "/queue",
+        handlers.queue,
+        {200: schemas.Queue},
+    ),
+    _route(
+        "explain_request", "GET", "/queue/{request_id}", handlers.explanation, {200: schemas.ExplanationSchema}, (404,)
+    ),
+    _route("get_fleet", "GET", "/fleet", handlers.fleet, {200: schemas.FleetSchema}, (404,)),
+    _route("link_to_fleet", "GET", "/fleet/link", handlers.fleet_link, {200: schemas.FleetSchema}, (404, 409)),
+    *(
+        _route(
+            name,
+            method,
+            path,
+            handler,
+            {200: schemas.AdministeredSchema},
+            (404, 415),
+            is_open=False,
+            takes_token=False,
+        )
+        for name, method, path, handler in _FLEET_ACTIONS
+    ),
+    _route(
+        "explain_requirements",
         "POST",
         "/explain",
         handlers.explanation_of_requirements,

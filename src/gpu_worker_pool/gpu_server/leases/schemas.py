@@ -6,44 +6,48 @@ check that both agree.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, get_args
 from urllib.parse import parse_qs
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
 from gpu_worker_pool.core.events import Origin
 from gpu_worker_pool.core.readings import LARGEST_MB
 from gpu_worker_pool.core.requirements import ANY_GPU, Requirements
 from gpu_worker_pool.environment import one_of
 from gpu_worker_pool.gpu_server.responses import Refusal
-from gpu_worker_pool.gpu_server.schemas import Holder  # noqa: TC001  # pydantic reads the annotation
+from gpu_worker_pool.gpu_server.schemas import RFC9457, Holder  # pydantic reads the annotation
 from gpu_worker_pool.hardware.origin import LONGEST_NAME
 from gpu_worker_pool.lease_variables import GPUNaming
+from gpu_worker_pool.wording import NOT_TEXT
 
 ID_PATTERN: Final = r"^[A-Za-z0-9._:-]{1,64}$"
 TOKEN_PATTERN: Final = r"^[!-~]{16,200}$"  # noqa: S105  # a pattern, not a secret
 MOST_WAIT_SECONDS: Final = 30.0
+#: Else a card could have millions of holders.
+SMALLEST_SHARE_MB: Final = 1.0
+#: No job is longer than ten years.
+LONGEST_SECONDS: Final = 10 * 366 * 86_400.0
 GPU_NAMES_DESCRIPTION: Final = (
     "How `CUDA_VISIBLE_DEVICES` in the answer's `env` names GPUs; MIG devices are always named by UUID."
 )
 
 _WORKER: Final = r"^[A-Za-z0-9._:-]{0,64}$"
-# These texts appear on terminals, where control characters would take effect.
-_TEXT: Final = r"^[^\x00-\x1f\x7f-\x9f]*$"
+_TEXT: Final = rf"^[^{NOT_TEXT}]*$"
 _NAME: Final = (
     r"^ *[^\x00-\x20\x7f-\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # not a blank of any alphabet
-    r"[^\x00-\x1f\x7f-\x9f]*$"
+    rf"[^{NOT_TEXT}]*$"
 )
-# Also without marks that change the direction of the text around them.
+# Also without marks that nobody sees.
 _PRINTABLE_NAME: Final = (
     r"^[^\x00-\x20\x7f-\xa0\u1680\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff]"
-    r"[^\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]*$"
+    rf"[^{NOT_TEXT}\u200b-\u200f\u2060-\u206f\ufeff]*$"
 )
 
 _PATTERNS: Final = {
     ID_PATTERN: "1 to 64 of letters, digits and . _ : -",
     _WORKER: "up to 64 of letters, digits and . _ : -",
-    _TEXT: "without control characters",
+    _TEXT: "without control characters, line separators and marks of the writing direction",
 }
 
 
@@ -60,17 +64,16 @@ GPUName = (
 )
 #: What `Requirements` checks across fields, for OpenAPI.
 _SHARE_NEEDS_MEMORY: Final[dict[str, JsonValue]] = {
-    "anyOf": [
-        {"properties": {"share": {"const": False}}},
-        {"properties": {"memory_mb": {"type": "number"}}, "required": ["memory_mb"]},
-    ]
+    # Not `anyOf`, which generators of clients take for a choice between types.
+    "if": {"properties": {"share": {"const": True}}, "required": ["share"]},
+    "then": {"properties": {"memory_mb": {"type": "number"}}, "required": ["memory_mb"]},
 }
 
 
 class RequirementsBody(BaseModel):
     """The fields of `Requirements`: which GPUs a request accepts, and how many."""
 
-    model_config = ConfigDict(
+    model_config: ClassVar[ConfigDict] = ConfigDict(
         strict=True,
         extra="forbid",
         allow_inf_nan=False,
@@ -80,7 +83,9 @@ class RequirementsBody(BaseModel):
     count: Annotated[int, Field(ge=1, le=1024), BeforeValidator(_whole)] = Field(
         1, description="How many GPUs; all or none."
     )
-    memory_mb: Megabytes | None = Field(None, description="Memory to reserve on each of them.")
+    memory_mb: Annotated[float, Field(ge=SMALLEST_SHARE_MB, le=LARGEST_MB)] | None = Field(
+        None, description="Memory to reserve on each of them."
+    )
     share: bool = Field(False, description="Whether others may use the rest of the GPU; needs `memory_mb`.")
     min_free_memory_mb: Megabytes | None = Field(None, description="Memory that must be free when it is granted.")
     gpu_model: Annotated[str, Field(min_length=1, max_length=100, pattern=_NAME)] | None = Field(
@@ -117,7 +122,7 @@ Name = Annotated[str, Field(max_length=LONGEST_NAME, pattern=_PRINTABLE_NAME)]
 class HolderBody(BaseModel):
     """Who requests a GPU, as the client says it."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     user: Name | None = Field(None, description="The name of its user.")
     host: Name | None = Field(None, description="The name of its host.")
@@ -131,7 +136,7 @@ class HolderBody(BaseModel):
 class EnclosingLease(BaseModel):
     """A lease of yours, of which the new one becomes a part."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     lease_id: Annotated[str, Field(pattern=ID_PATTERN)] = Field(description="The lease inside which you run.")
     token: Annotated[str, Field(pattern=TOKEN_PATTERN)] | None = Field(
@@ -142,7 +147,7 @@ class EnclosingLease(BaseModel):
 class LeaseRequest(RequirementsBody):
     """A request for GPUs. Repeating it with the same `request_id` and the same requirements keeps its position."""
 
-    model_config = ConfigDict(
+    model_config: ClassVar[ConfigDict] = ConfigDict(
         json_schema_extra={
             **_SHARE_NEEDS_MEMORY,
             "examples": [
@@ -160,17 +165,53 @@ class LeaseRequest(RequirementsBody):
         None, description="Who requests it, for people to read."
     )
     ttl_seconds: float = Field(60.0, ge=2, le=3600, description="How long the lease lives without being renewed.")
+    expected_seconds: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="How long the GPUs will be used, as far as you know. Never enforced: others may be let in before a "
+        "reserved host is free, and large requests wait less. Too long does no harm.",
+    )
+    max_seconds: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST_SECONDS,
+        description="When the lease ends at the latest, counted from the grant; renewing never extends it beyond. "
+        "Counts as `expected_seconds`, too.",
+    )
+    ask: bool = Field(False, description="Ask the holders in its way to give their GPUs back; nobody is forced.")
     wait_seconds: float = Field(0.0, ge=0, le=MOST_WAIT_SECONDS, description="How long to wait for the answer.")
     label: Annotated[str, Field(max_length=200, pattern=_TEXT)] | None = Field(None, description="For people to read.")
-    holder: (
-        Annotated[HolderBody, WithJsonSchema(HolderBody.model_json_schema())] | None  # OpenAPI has no `$defs`
-    ) = Field(None, description="Who requests it: shown to others as said, beside `verified: false`.")
+    holder: HolderBody | None = Field(
+        None, description="Who requests it: shown to others as said, beside `verified: false`."
+    )
     may_keep: bool = Field(
         True, description="Whether GPUs may be reserved here for a request that others would overtake forever."
     )
     gpu_names: GPUNaming = Field("index", description=GPU_NAMES_DESCRIPTION)
-    within: Annotated[EnclosingLease, WithJsonSchema(EnclosingLease.model_json_schema())] | None = Field(
+    on_this_host: bool = Field(
+        False, description="In a fleet: only GPUs of this server's host, whose indices `only` and `exclude` mean."
+    )
+    within: EnclosingLease | None = Field(
         None, description="Grant a part of this lease. Requests inside a lease divide its GPUs and wait for each other."
+    )
+
+
+class RenewalBody(BaseModel):
+    """What a holder may say with a renewal."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    is_busy: bool = Field(False, description="The holder is not idle, whatever readings show.")
+
+
+class YieldBody(BaseModel):
+    """What is said to a holder that is asked to give its GPUs back."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    reason: Annotated[str, Field(max_length=200, pattern=_TEXT)] | None = Field(
+        None, description="For the holder to read.", examples=["a demo at 3 pm"]
     )
 
 
@@ -178,18 +219,24 @@ _REQUIREMENTS: Final = frozenset(RequirementsBody.model_fields)
 
 
 Body = TypeVar("Body", bound=RequirementsBody)
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
 
 def parse_body(shape: type[Body], body: bytes) -> tuple[Body, Requirements]:
     """Raises a `Refusal` that lists everything that is wrong."""
+    parsed = parse_plain(shape, body)
     try:
-        parsed = shape.model_validate_json(body)
         return parsed, parsed.requirements()
+    except ValueError as error:
+        raise invalid(str(error)) from None
+
+
+def parse_plain(shape: type[AnyBody], body: bytes) -> AnyBody:
+    try:
+        return shape.model_validate_json(body)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)[:20]
         raise invalid(*map(_sentence, problems)) from None
-    except ValueError as error:
-        raise invalid(str(error)) from None
 
 
 def gpu_naming(query: bytes) -> GPUNaming:
@@ -241,6 +288,16 @@ class LeaseFacts(BaseModel):
     granted_at: str = Field(description="For people to read.", examples=[_MOMENT])
     expires_at: str | None = Field(description="For people to read; null: it does not expire.", examples=[_MOMENT])
     expires_in_seconds: float | None = Field(description="Use this for calculations.", examples=[59.998])
+    ends_in_seconds: float | None = Field(
+        description="When `max_seconds` ends it, however often it is renewed; null: never.", examples=[None]
+    )
+    yield_asked: bool = Field(description="Whether its holder was asked to give it back.", examples=[False])
+    yield_reason: str | None = Field(description="Who asked, or why.", examples=[None])
+    leave_in_seconds: float | None = Field(
+        description="When the policy ends it if it stays idle; null: nobody is forced.", examples=[None]
+    )
+    expected_seconds: float | None = Field(examples=[7200.0])
+    max_seconds: float | None = Field(examples=[None])
     ttl_seconds: float | None = Field(examples=[60.0])
     state: Literal["offered", "held", "quarantined"] = Field(examples=["held"])
     label: str | None = Field(examples=["nightly run"])
@@ -266,6 +323,12 @@ class LeaseSchema(LeaseFacts):
 
 
 class GrantedLease(LeaseSchema):
+    waited_seconds: float = Field(
+        ge=0,
+        description="How long this answer took the server: the lease expires `waited_seconds` + `expires_in_seconds` "
+        "after you sent the request.",
+        examples=[0.004],
+    )
     token: str = Field(description="Secret: renewing and releasing need it, as `X-Lease-Token`.")
 
 
@@ -288,6 +351,10 @@ class LeaseRowSchema(LeaseFacts):
     )
     is_idle: bool = Field(description="Whether that is longer than `GPU_POOL_IDLE_AFTER`.", examples=[False])
     user: str | None = Field(description="The user, where the program acquired it without a server.", examples=[None])
+    account: str | None = Field(
+        description="For whom it is held: the name of a user or of a key; null where that is unknown.",
+        examples=["physics"],
+    )
     holder: Holder | None = Field(description="Who holds it; null where that is unknown.")
 
 
@@ -298,6 +365,11 @@ class Leases(BaseModel):
 class ReleasedSchema(BaseModel):
     lease_id: str = Field(examples=["lease-12"])
     released: Literal[True]
+
+
+class AskedSchema(BaseModel):
+    lease_id: str = Field(examples=["lease-12"])
+    asked: Literal[True]
 
 
 class WaitingFacts(BaseModel):
@@ -318,6 +390,12 @@ class QueueRow(WaitingFacts):
     label: str | None
     priority: int = Field(examples=[0])
     count: int = Field(examples=[1])
+    expected_seconds: float | None = Field(description="How long it will use them, as it says.", examples=[7200.0])
+    max_seconds: float | None = Field(description="When its lease will end at the latest.", examples=[None])
+    account: str | None = Field(
+        description="For whom it waits: the name of a user or of a key; null where that is unknown.",
+        examples=["physics"],
+    )
     holder: Holder | None = Field(description="Who waits; null where that is unknown.")
     within: str | None = Field(description="The lease inside which it waits for a part.", examples=[None])
 
@@ -354,8 +432,44 @@ class CancelledSchema(BaseModel):
     cancelled: Literal[True]
 
 
-class Refused(BaseModel):
+class Refused(RFC9457):
     detail: str = Field(description="What is wrong and what to do, for people.")
     error: str = Field(description="A code for the cause, for programs.")
     reasons: list[str] | None = Field(None, description="The single reasons, where there are several.")
     state: str | None = Field(None, description="How a request has ended.", examples=["cancelled"])
+    lease: Literal["held", "unknown"] | None = Field(
+        None,
+        description="Of a renewal, with 503. `held`: no process can write the ledger, and the lease has another TTL.",
+    )
+
+
+# --- the fleet ---
+
+
+class DispatcherSchema(BaseModel):
+    host: str = Field(examples=["gpu-1"])
+    url: str = Field(examples=["http://gpu-1:8000"])
+
+
+class FleetHostSchema(BaseModel):
+    host: str = Field(examples=["gpu-2"])
+    url: str = Field(examples=["http://gpu-2:8000"])
+    state: Literal["up", "draining", "unreachable", "incompatible"]
+    gpus: int = Field(examples=[8])
+    free: int = Field(description="GPUs that nobody holds, and that readings allow.", examples=[3])
+    seen_seconds_ago: float | None = Field(description="Since it last reported.", examples=[0.4])
+    version: str
+
+
+class FleetSchema(BaseModel):
+    fleet_id: str | None
+    epoch: int = Field(description="Grows with every new dispatcher.", examples=[7])
+    dispatcher: DispatcherSchema | None = Field(description="Null while there is none.")
+    database: dict[str, Any] = Field(description="How its database is.", examples=[{"state": "up", "seconds": 60.0}])
+    hosts: list[FleetHostSchema]
+    queue: list[QueueRow]
+
+
+class AdministeredSchema(BaseModel):
+    host: str = Field(examples=["gpu-2"])
+    state: Literal["draining", "up", "removed"]

@@ -116,7 +116,7 @@ def app_with(broker: FakeBroker | LeaseBroker) -> FastPathAPI:
     """A server of which only the lease routes work."""
     app = create_app(ServerSettings())
     assert isinstance(app, FastPathAPI)
-    parts: Any = (HostView(LatestSamples), broker, Authenticator(ServerSettings()), None, None, None)
+    parts: Any = (HostView(LatestSamples), broker, Authenticator(ServerSettings()), None, None, None, None)
     app.parts = ServerParts(*parts)
     return app
 

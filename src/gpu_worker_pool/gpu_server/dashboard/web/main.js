@@ -14,6 +14,7 @@ import { showQueue } from "./queue_list.js";
 import { address, askQuietly } from "./server.js";
 import { openStream } from "./stream.js";
 import { countAll, showTotals } from "./totals.js";
+import { offerUsage } from "./usage.js";
 
 /** Of all GPUs together: with more GPUs, fewer readings of each are loaded, so that the page starts quickly. */
 const MOST_READINGS = 2400;
@@ -202,3 +203,4 @@ async function getToKnow() {
 
 offerAdministration(show, say);
 getToKnow();
+offerUsage();

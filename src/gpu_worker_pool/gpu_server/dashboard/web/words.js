@@ -66,8 +66,9 @@ export function momentOf(milliseconds) {
   return dayAndClock.format(1000 * Math.round(milliseconds / 1000));
 }
 
-/** The name of a holder or waiter: its user, program and pid, else its worker id, else its user, else its request. */
+/** The name of a holder or waiter: its user, program and pid, else its key's name and worker id, else its user, else its request. */
 export function nameOf(row) {
+  if (!row.holder && row.account && !row.account.includes(" ")) return [row.account, row.worker_id].filter(Boolean).join(" ");
   const worker = row.worker_id || (row.user ? `user ${row.user}` : "") || (row.request_id || row.lease_id || "unknown").slice(0, 16);
   const { holder } = row;
   if (!holder) return worker;

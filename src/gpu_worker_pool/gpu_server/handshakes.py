@@ -1,0 +1,90 @@
+"""Accepts TLS connections, and bounds those that are still in their handshake: the server does not see them before."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import socket
+    import ssl
+    from collections.abc import Callable, Sized
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+#: As for a request.
+HANDSHAKE_SECONDS: Final = 10.0
+#: How long to wait after a connection could not be accepted, such as for want of files.
+PAUSE_SECONDS: Final = 0.1
+
+
+class TLSListener:
+    """A listening socket, with the methods of an `asyncio.Server` that uvicorn calls. Belongs to its event loop."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        context: ssl.SSLContext,
+        make_protocol: Callable[[], asyncio.Protocol],
+        connections: Sized,
+        *,
+        most: int,
+        backlog: int,
+    ) -> None:
+        """`connections`: those beyond their handshake; `most`: how many of both kinds there may be."""
+        self._listening = listening
+        self._context = context
+        self._make_protocol = make_protocol
+        self._connections = connections
+        self._most = most
+        #: Those in their handshake, the oldest first.
+        self._shaking: dict[asyncio.Task[None], None] = {}
+        listening.setblocking(False)
+        listening.listen(backlog)
+        self._loop = asyncio.get_running_loop()
+        self._accepting = self._loop.create_task(self._accept_all())
+
+    async def _accept_all(self) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(self._listening)
+            except OSError as error:
+                logger.warning("a connection could not be accepted: %s", error.strerror)
+                self._drop_oldest()
+                await asyncio.sleep(PAUSE_SECONDS)
+                continue
+            if len(self._connections) + len(self._shaking) >= self._most:
+                # If all are beyond their handshake, the protocol itself makes room.
+                self._drop_oldest()
+            task = self._loop.create_task(self._shake_hands(connection))
+            self._shaking[task] = None
+            task.add_done_callback(self._shaking.pop)
+
+    async def _shake_hands(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                self._make_protocol,
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=HANDSHAKE_SECONDS,
+            )
+        except (OSError, asyncio.CancelledError) as error:
+            # Nobody awaits this task: a handshake that fails is the caller's matter.
+            connection.close()
+            logger.debug("a TLS handshake failed: %r", error)
+
+    def _drop_oldest(self) -> None:
+        for task in self._shaking:
+            if not task.cancelling():
+                task.cancel()
+                return
+
+    def close(self) -> None:
+        self._accepting.cancel()
+        for task in self._shaking:
+            task.cancel()
+        self._listening.close()
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(self._accepting, *self._shaking, return_exceptions=True)
