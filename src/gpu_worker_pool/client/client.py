@@ -6,49 +6,48 @@ import asyncio
 import logging
 import os
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gpu_worker_pool import forks
-from gpu_worker_pool.api.http_client import MultiEndpointHTTPClientPool
 from gpu_worker_pool.client import pool_metrics, reports
+from gpu_worker_pool.client.arguments import refused_when_awaited
 from gpu_worker_pool.client.coordination import Coordinator
 from gpu_worker_pool.client.default_endpoint import SERVER_DEFAULT, FirstThatAnswers
 from gpu_worker_pool.client.endpoints import EndpointManager
-from gpu_worker_pool.client.manager import WorkerPoolManager, refused_when_awaited
+from gpu_worker_pool.client.manager import WorkerPoolManager
 from gpu_worker_pool.client.monitor import GPUMonitor, MultiEndpointGPUMonitor, coming_back
+from gpu_worker_pool.client.processes import Processes
 from gpu_worker_pool.client.same_gpus import SameGPUs
-from gpu_worker_pool.config import PoolConfig
+from gpu_worker_pool.config import LOCAL_ENDPOINT, PoolConfig
 from gpu_worker_pool.core import PoolSettings
-from gpu_worker_pool.core.requirements import make_requirements
+from gpu_worker_pool.core.requirements import make_declared, make_requirements
 from gpu_worker_pool.errors import (
     AlreadyStartedError,
     NotStartedError,
     PoolStoppedError,
     ServiceUnavailableError,
-    StaleAssignmentError,
 )
 from gpu_worker_pool.models import EndpointInfo, GPUAssignment, MultiEndpointPoolStatus, PoolStatus, gpu_id_in_pool
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
     from types import TracebackType
 
-    from gpu_worker_pool.api.http_client import Fetched
+    from gpu_worker_pool.api.http_client import MultiEndpointHTTPClientPool
+    from gpu_worker_pool.api.replies import Fetched
     from gpu_worker_pool.client.endpoints import Endpoint
     from gpu_worker_pool.client.monitor import StatsClient
     from gpu_worker_pool.core import Explanation
     from gpu_worker_pool.core.requirements import Policy
-    from gpu_worker_pool.models import GPUId, GPUStats
-
-__all__ = ["GPUContextManager", "GPUWorkerPoolClient", "gpu_worker_pool_client"]
+    from gpu_worker_pool.models import GPUStats
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: How long `start` waits for first answers, so that the status is useful at once. It succeeds without them too.
 FIRST_ANSWERS_SECONDS = 2.0
@@ -81,10 +80,15 @@ class GPUWorkerPoolClient:
         api_key: str | None = None,
         allow_insecure_key: bool = False,
         on_lease_lost: Callable[[GPUAssignment], object] | None = None,
+        on_yield_asked: Callable[[GPUAssignment], object] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "on_lease_lost")}
+        callbacks = ("self", "on_lease_lost", "on_yield_asked")
+        arguments = {name: value for name, value in locals().items() if name not in (*callbacks, "callbacks")}
         self._config = config = PoolConfig.resolve(**arguments)
+        if any(endpoint.url != LOCAL_ENDPOINT for endpoint in config.endpoints):
+            # What `start` needs: it takes long to load, and would keep the event loop from all else.
+            import gpu_worker_pool.api.http_client  # noqa: F401
         settings = PoolSettings(
             memory_threshold_percent=config.memory_threshold,
             utilization_threshold_percent=config.utilization_threshold,
@@ -107,6 +111,7 @@ class GPUWorkerPoolClient:
             failing_endpoints=self._failing_endpoints,
             want_reading=self._wake,
             on_lease_lost=on_lease_lost,
+            on_yield_asked=on_yield_asked,
             environ=environ,
         )
         self._pid = os.getpid()
@@ -119,6 +124,7 @@ class GPUWorkerPoolClient:
         #: Of endpoints that come back: the GPUs that were held all the while.
         self._in_use_at_return: dict[str, set[int]] = {}
         self._same_gpus = SameGPUs()
+        self._processes = Processes(config, lambda: [endpoint.config for endpoint in self._endpoints], environ)
 
     # --- life ---
 
@@ -133,7 +139,6 @@ class GPUWorkerPoolClient:
         forks.watch(self)
         self._coordinator.start()
         try:
-            self._http = MultiEndpointHTTPClientPool(timeout_seconds=self._timeout_seconds)
             # How they were in an earlier life says nothing about this one.
             self._endpoints = EndpointManager(endpoint.config for endpoint in self._endpoints)
             self._monitors = MultiEndpointGPUMonitor(self._monitor(endpoint) for endpoint in self._endpoints)
@@ -156,6 +161,7 @@ class GPUWorkerPoolClient:
         self._manager.check_thread()
         http, self._http = self._http, None
         try:
+            await self._processes.stop()
             await self._manager.stop()
             self._endpoint_is_back.set()
             await self._coordinator.stop()
@@ -209,20 +215,27 @@ class GPUWorkerPoolClient:
         priority: int = 0,
         policy: Policy = "thresholds",
         label: str | None = None,
+        expected_seconds: float | None = None,
+        max_seconds: float | None = None,
     ) -> Coroutine[Any, Any, GPUAssignment]:
         """Wait for a GPU, or several of one host, and have it until `release_gpu`.
 
         Raises `WorkerTimeoutError` after `timeout` seconds (the client's `worker_timeout` if None), which is a
         `ServiceUnavailableError` too if no endpoint answered; `ImpossibleRequestError` at once if no GPU can ever
         serve it. From a server that gives leases it is one, renewed until it is released.
+
+        `expected_seconds` says how long the GPU will be used: never enforced, and helps large requests to wait less.
+        After `max_seconds` it is taken back; a server's lease cannot be renewed beyond, and `on_lease_lost` is called
+        shortly before.
         """
         try:
             requirements = make_requirements(
                 count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy
             )
+            declared = make_declared(expected_seconds, max_seconds)
         except ValueError as error:
             return refused_when_awaited(error)
-        return self._coordinator.assigner.acquire(requirements, timeout, label)
+        return self._coordinator.assigner.acquire(requirements, timeout, label, declared)
 
     def release_gpu(self, assignment: GPUAssignment) -> Coroutine[Any, Any, None]:
         """Give a GPU back. Twice is harmless; `StaleAssignmentError` if it was taken back or lost before."""
@@ -231,6 +244,17 @@ class GPUWorkerPoolClient:
     def explain(self, **requirements: Any) -> Explanation:
         """Why a request with these requirements would wait now: GPU by GPU, with the numbers."""
         return self._coordinator.explain(**requirements)
+
+    async def run_in_gpu_process(self, fn: Callable[..., T], /, *args: Any, **requirements: Any) -> T:
+        """Run a plain function in a worker process that has a GPU of its own; returns what it returns.
+
+        `requirements` are those of `request_gpu`, and `policy` is "idle" unless they say otherwise; further ones of
+        `GPUProcessPoolExecutor`, such as `max_workers`, count for all calls that are alike in them. Workers keep their
+        GPUs for later calls, for a minute. The endpoints must give leases, and be of this host.
+        """
+        self._check_started()
+        executor = self._processes.executor(requirements)
+        return await asyncio.wrap_future(executor.submit(fn, *args))
 
     # --- looking ---
 
@@ -298,9 +322,12 @@ class GPUWorkerPoolClient:
         return self._endpoints.recovery_status(time.monotonic(), self._queued_requests)
 
     async def trigger_endpoint_recovery(self, endpoint_id: str) -> bool:
-        """Ask a sick endpoint now instead of when its breaker says so; False if there is none of this name."""
+        """Ask a sick endpoint now instead of when its breaker says so; False if there is none of this name.
+
+        Its URL or the name of its host will do, where only one endpoint has it.
+        """
         self._check_many()
-        monitor = self._monitors.get(endpoint_id)
+        monitor = self._monitors.get(self._endpoints.id_of(endpoint_id) or endpoint_id)
         if monitor is None:
             return False
         monitor.recover()
@@ -358,10 +385,17 @@ class GPUWorkerPoolClient:
 
     # --- what monitors tell ---
 
+    def _http_pool(self) -> MultiEndpointHTTPClientPool:
+        """Made for the first server: `local://` needs no HTTP library, which takes longer to load than all the rest."""
+        from gpu_worker_pool.api.http_client import MultiEndpointHTTPClientPool
+
+        if self._http is None:
+            self._http = MultiEndpointHTTPClientPool(timeout_seconds=self._timeout_seconds)
+        return self._http
+
     def _monitor(self, endpoint: Endpoint) -> GPUMonitor:
-        assert self._http is not None
         configs = (endpoint.config, SERVER_DEFAULT) if self._config.endpoint_is_default else (endpoint.config,)
-        clients = [self._coordinator.stats_client(endpoint, config, self._http) for config in configs]
+        clients = [self._coordinator.stats_client(endpoint, config, self._http_pool) for config in configs]
         client: StatsClient = clients[0] if len(clients) == 1 else FirstThatAnswers(clients, chosen=endpoint.moved_to)
         return GPUMonitor(
             endpoint,
@@ -440,47 +474,3 @@ class GPUWorkerPoolClient:
         self._check_started()
         if not self._config.multi_endpoint:
             raise RuntimeError("this needs many endpoints: construct the client with service_endpoints=…")
-
-
-class GPUContextManager:
-    """`async with GPUContextManager(client) as gpu_id:`: a GPU for as long as the block runs.
-
-    Yields the GPU's number, with many endpoints its global id; for `count=` above 1 the tuple of all.
-    """
-
-    def __init__(self, client: GPUWorkerPoolClient, timeout: float | None = None, **requirements: Any) -> None:
-        self._client = client
-        self._timeout = timeout
-        self._requirements = requirements
-        self.assignment: GPUAssignment | None = None
-        self._is_used = False
-
-    async def __aenter__(self) -> Any:
-        # The first of two to leave would give back the other one's GPU.
-        if self._is_used:
-            raise RuntimeError("this GPUContextManager is in use: make one for each block")
-        self._is_used = True
-        try:
-            assignment = self.assignment = await self._client.request_gpu(self._timeout, **self._requirements)
-        except BaseException:
-            self._is_used = False
-            raise
-        ids: tuple[GPUId, ...] = assignment.gpu_ids
-        return ids if len(ids) > 1 else assignment.gpu_id
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        assignment, self.assignment = self.assignment, None
-        self._is_used = False
-        if assignment is not None:
-            # A client that was stopped meanwhile has said so; what the block raised matters more.
-            with suppress(NotStartedError, *((StaleAssignmentError,) if kind else ())):
-                await self._client.release_gpu(assignment)
-
-
-@asynccontextmanager
-async def gpu_worker_pool_client(**kwargs: Any) -> AsyncIterator[GPUWorkerPoolClient]:
-    """A started client, stopped at the end of the block."""
-    async with GPUWorkerPoolClient(**kwargs) as client:
-        yield client

@@ -14,34 +14,36 @@ from functools import partial
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any
 
-from gpu_worker_pool.api.client import APIClient
+from gpu_worker_pool.api.replies import FLEET_FEATURE
 from gpu_worker_pool.client import pool_metrics
 from gpu_worker_pool.client.lease_pool import LeasePool
-from gpu_worker_pool.client.manager import readings_of
+from gpu_worker_pool.client.stats_readings import readings_from_stats
 from gpu_worker_pool.config import LOCAL_ENDPOINT, is_loopback_url, is_private_url
 from gpu_worker_pool.core import Requirements
 from gpu_worker_pool.errors import ServiceRefusedError
 from gpu_worker_pool.forks import Forked
 from gpu_worker_pool.host_socket import socket_path
-from gpu_worker_pool.leases.http import HTTPLeaseService
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from gpu_worker_pool.api.http_client import AsyncGPUStatsHTTPClient, Fetched, MultiEndpointHTTPClientPool
+    from gpu_worker_pool.api.client import APIClient
+    from gpu_worker_pool.api.http_client import AsyncGPUStatsHTTPClient, MultiEndpointHTTPClientPool
+    from gpu_worker_pool.api.replies import Fetched
     from gpu_worker_pool.client.default_endpoint import StatsClientWithURL
     from gpu_worker_pool.client.endpoints import Endpoint
-    from gpu_worker_pool.client.lease_thread import LeaseThread
     from gpu_worker_pool.client.manager import WorkerPoolManager
     from gpu_worker_pool.client.same_gpus import SameGPUs
     from gpu_worker_pool.config import Coordination, EndpointConfig, PoolConfig
     from gpu_worker_pool.core import Explanation, Pool, PoolSettings, Waiter
+    from gpu_worker_pool.leases.http import HTTPLeaseService
     from gpu_worker_pool.leases.lease import LeaseService
+    from gpu_worker_pool.leases.lease_thread import LeaseThread
     from gpu_worker_pool.leases.local import LocalLeaseService
     from gpu_worker_pool.leases.unix_socket import SocketLeaseService
     from gpu_worker_pool.models import GPUAssignment, GPUStats, PoolStatus
 
-logger = logging.getLogger("gpu_worker_pool.coordination")
+logger: logging.Logger = logging.getLogger("gpu_worker_pool.coordination")
 
 NOT_ONE_OF_SEVERAL = "local:// cannot be one of several endpoints: use it alone, as service_endpoint, or use servers"
 #: The feature that a server lists if it gives leases to this caller.
@@ -67,7 +69,7 @@ class FeatureDetectingClient:
         self, client: AsyncGPUStatsHTTPClient, decided: Callable[[str, frozenset[str] | None], object]
     ) -> None:
         self._client = client
-        self.url = client.url
+        self.url: str = client.url
         self._decided: Callable[[str, frozenset[str] | None], object] | None = decided
 
     async def fetch(self) -> Fetched:
@@ -124,9 +126,11 @@ class Coordinator:
         failing_endpoints: Callable[[], str],
         want_reading: Callable[[str], object],
         on_lease_lost: Callable[[GPUAssignment], object] | None,
+        on_yield_asked: Callable[[GPUAssignment], object] | None,
         environ: Mapping[str, str] | None,
     ) -> None:
-        _check_callback(on_lease_lost)
+        _check_callback("on_lease_lost", on_lease_lost)
+        _check_callback("on_yield_asked", on_yield_asked)
         _check_key(config)
         _check_local(config)
         #: What hands out GPUs: the manager alone while no endpoint gives leases.
@@ -143,16 +147,21 @@ class Coordinator:
             failing_endpoints=failing_endpoints,
             want_reading=want_reading,
             on_lease_lost=on_lease_lost,
+            on_yield_asked=on_yield_asked,
         )
         self._pool: LeasePool | None = None
         self._local: LocalLeaseService | SocketLeaseService | None = None
+        #: The services of servers; and by fleet, the endpoint whose service has all its servers.
+        self._services: dict[str, HTTPLeaseService] = {}
+        self._fleets: dict[str, str] = {}
         #: By endpoint id: how its GPUs are assigned.
         self._kinds: dict[str, Kind] = {}
 
     # --- life ---
 
     def start(self) -> None:
-        self._kinds.clear()
+        for known in (self._kinds, self._services, self._fleets):
+            known.clear()
         self._local = None
         self._pool = None if self._config.coordination == "local" else self._make_pool()
         self.assigner = self._pool or self._manager
@@ -194,7 +203,7 @@ class Coordinator:
         self._choose_assigner()
 
     def stats_client(
-        self, endpoint: Endpoint, config: EndpointConfig, http: MultiEndpointHTTPClientPool
+        self, endpoint: Endpoint, config: EndpointConfig, http_pool: Callable[[], MultiEndpointHTTPClientPool]
     ) -> StatsClientWithURL:
         """A client for the endpoint's readings that first finds out which features the endpoint offers."""
         if config.url == LOCAL_ENDPOINT:
@@ -204,7 +213,7 @@ class Coordinator:
 
             assert self._pool is not None  # as `_check_local` made sure
             return LocalReadings(self._local_service(endpoint.endpoint_id), self._pool.start_thread())
-        client = http.client_for(config)
+        client = http_pool().client_for(config)
         return client if self._pool is None else FeatureDetectingClient(client, partial(self._decided, endpoint))
 
     def _local_service(self, endpoint_id: str) -> LocalLeaseService | SocketLeaseService:
@@ -231,8 +240,14 @@ class Coordinator:
         if kind is not Kind.IN_PROCESS:
             self._manager.endpoint_lost(self._config.pool_id(endpoint.endpoint_id), is_removed=True)
             pool.view.lost(self._config.pool_id(endpoint.endpoint_id))
-        if kind is Kind.LEASES:
-            pool.offered(endpoint_id, partial(self._lease_service, endpoint_id, url))
+        fleet_id = next((each for each in features or () if each.startswith(FLEET_FEATURE)), "")
+        first = self._fleets.setdefault(fleet_id, endpoint_id) if fleet_id else endpoint_id
+        if kind is Kind.LEASES and first != endpoint_id:
+            # Several servers of one fleet are one service: its next address when one is silent.
+            pool.start_thread().call(self._services[first].add, self._api(url, pool.start_thread()))
+        elif kind is Kind.LEASES:
+            make_service = partial(self._lease_service, endpoint_id, url)
+            pool.offered(endpoint_id, make_service, is_fleet=bool(fleet_id))
         elif kind is Kind.REFUSED:
             pool.refused(endpoint_id, _refusal(endpoint_id, url, features))
         self._choose_assigner()
@@ -249,14 +264,21 @@ class Coordinator:
     def _lease_service(self, endpoint_id: str, url: str, thread: LeaseThread) -> LeaseService:
         if url == LOCAL_ENDPOINT:
             return self._local_service(endpoint_id)
-        api = APIClient(
+        from gpu_worker_pool.leases.http import HTTPLeaseService
+
+        service = self._services[endpoint_id] = HTTPLeaseService(endpoint_id, self._api(url, thread))
+        return service
+
+    def _api(self, url: str, thread: LeaseThread) -> APIClient:
+        from gpu_worker_pool.api.client import APIClient
+
+        return APIClient(
             url,
             thread.session,
             timeout_seconds=self._timeout_seconds,
             api_key=self._config.api_key,
             allow_insecure_key=self._config.allow_insecure_key,
         )
-        return HTTPLeaseService(endpoint_id, api)
 
     # --- readings ---
 
@@ -271,7 +293,7 @@ class Coordinator:
         if self._kinds[endpoint_id] is Kind.REFUSED:
             rows = [replace(row, fault=row.fault or "its server gives no leases") for row in stats.gpus_summary]
             stats = replace(stats, gpus_summary=rows)
-        pool.view.observe(pool_id, readings_of(stats, pool_id), sent_at - stats.sample_age_seconds)
+        pool.view.observe(pool_id, readings_from_stats(stats, pool_id), sent_at - stats.sample_age_seconds)
         pool.set_shadow(endpoint_id, is_shadow=same_gpus.is_shadow(endpoint_id, stats))
         pool.answered(endpoint_id)
 
@@ -305,11 +327,11 @@ class Coordinator:
         return pool_metrics.explained(self._pool.explain(Requirements(**requirements)), explained)
 
 
-def _check_callback(on_lease_lost: object) -> None:
-    if on_lease_lost is not None and not callable(on_lease_lost):
-        raise ValueError(f"on_lease_lost must be a function, not {on_lease_lost!r}")
-    if iscoroutinefunction(on_lease_lost):
-        raise ValueError("on_lease_lost is called, not awaited: use a plain function")
+def _check_callback(name: str, callback: object) -> None:
+    if callback is not None and not callable(callback):
+        raise ValueError(f"{name} must be a function, not {callback!r}")
+    if iscoroutinefunction(callback):
+        raise ValueError(f"{name} is called, not awaited: use a plain function")
 
 
 def _check_local(config: PoolConfig) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 from gpu_worker_pool.client import client as asynchronous
 from gpu_worker_pool.client import sync as blocking
+from gpu_worker_pool.client.contexts import GPUContextManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -80,7 +81,7 @@ def with_gpu(client: Any, timeout: float | None = None, **requirements: Any) -> 
             @wraps(function)
             async def call(*args: Any, **kwargs: Any) -> Any:
                 parameters.check(args, kwargs)
-                block = asynchronous.GPUContextManager(client, timeout, **requirements)
+                block = GPUContextManager(client, timeout, **requirements)
                 async with block:
                     args, kwargs = parameters.with_gpu(block.assignment, args, kwargs)
                     return await function(*args, **kwargs)

@@ -11,9 +11,9 @@ from gpu_worker_pool.errors import NetworkRetryableError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gpu_worker_pool.api.http_client import Fetched
+    from gpu_worker_pool.api.replies import Fetched
 
-logger = logging.getLogger("gpu_worker_pool.default_endpoint")
+logger: logging.Logger = logging.getLogger("gpu_worker_pool.default_endpoint")
 
 #: The documents disagree: the client's default is port 8080, the server's is 8000.
 SERVER_DEFAULT = EndpointConfig("localhost_8000", "http://localhost:8000")

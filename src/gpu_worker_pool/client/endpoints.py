@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from gpu_worker_pool.config import EndpointConfig, parse_endpoint, parse_endpoints
 from gpu_worker_pool.core.breaker import Breaker, BreakerState
@@ -13,7 +14,7 @@ from gpu_worker_pool.core.breaker import Breaker, BreakerState
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from gpu_worker_pool.api.http_client import Fetched
+    from gpu_worker_pool.api.replies import Fetched
 
 #: How much the newest response time counts in the average.
 _SMOOTHING = 0.2
@@ -126,6 +127,18 @@ class EndpointManager:
 
     def get(self, endpoint_id: str) -> Endpoint | None:
         return self._endpoints.get(endpoint_id)
+
+    def id_of(self, name: str) -> str | None:
+        """The id of the one endpoint with this id, URL or host name; None if there is none, or more than one."""
+        if name in self._endpoints:
+            return name
+        wanted = name.strip().rstrip("/").lower()
+        found = []
+        for endpoint in self:
+            url = urlsplit(endpoint.config.url)
+            if wanted in (endpoint.config.url.rstrip("/").lower(), url.netloc.lower(), url.hostname):
+                found.append(endpoint.endpoint_id)
+        return found[0] if len(found) == 1 else None
 
     def add(self, entry: str) -> Endpoint:
         """`URL` or `name=URL`; a `ValueError` for one that is there already."""

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from gpu_worker_pool.leases.lease import HeldLease
     from gpu_worker_pool.models import WorkerInfo
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
-class Holder(weakref.ref[GPUAssignment]):
+class AssignmentHolder(weakref.ref[GPUAssignment]):
     """A worker that was given GPUs: notices when nothing else refers to the assignment any more."""
 
     __slots__ = ("held", "lease", "task", "worker")
@@ -46,7 +46,7 @@ class Holder(weakref.ref[GPUAssignment]):
             self.task = None
 
 
-class Holders(dict[str, Holder]):
+class Holders(dict[str, AssignmentHolder]):
     """By worker id.
 
     `on_holder_gone` is called when an assignment object is gone unreleased and the task that asked has finished too;
@@ -56,9 +56,9 @@ class Holders(dict[str, Holder]):
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        is_held: Callable[[Holder], bool],
-        on_holder_gone: Callable[[Holder], object],
-        is_outlived: Callable[[Holder], object] = lambda _: None,
+        is_held: Callable[[AssignmentHolder], bool],
+        on_holder_gone: Callable[[AssignmentHolder], object],
+        is_outlived: Callable[[AssignmentHolder], object] = lambda _: None,
         *,
         gpu_names: GPUNaming = "index",
     ) -> None:
@@ -93,7 +93,7 @@ class Holders(dict[str, Holder]):
         """What the worker gets, watched from now on; by default made from `lease`."""
         if assignment is None:
             assignment = self._assignment_of(lease)
-        holder = Holder(assignment, self._on_dropped)
+        holder = AssignmentHolder(assignment, self._on_dropped)
         holder.lease = lease
         holder.held = held
         holder.task = holder.worker = None
@@ -110,12 +110,12 @@ class Holders(dict[str, Holder]):
         if holder is not None:
             self._watch_current_task(holder)
 
-    def _watch_current_task(self, holder: Holder) -> None:
+    def _watch_current_task(self, holder: AssignmentHolder) -> None:
         if (task := current_task(self._loop)) is not None:
             holder.task = weakref.ref(task)
             task.add_done_callback(holder.requesting_task_done)
 
-    def remove(self, holder: Holder) -> None:
+    def remove(self, holder: AssignmentHolder) -> None:
         """It was released, or lost."""
         del self[holder.lease.request.worker_id]
         if holder.task is not None and (task := holder.task()) is not None:
@@ -126,7 +126,7 @@ class Holders(dict[str, Holder]):
         for holder in list(self.values()):
             self.remove(holder)
 
-    def holder_of(self, assignment: GPUAssignment) -> Holder | None:
+    def holder_of(self, assignment: GPUAssignment) -> AssignmentHolder | None:
         """Its holder, or None if it has none any more. A copy of the assignment will do; another one will not."""
         try:
             holder = self.get(assignment.worker_id)
@@ -152,7 +152,7 @@ class Holders(dict[str, Holder]):
             endpoint_id, lease.held, worker_id, datetime.now(), fence=lease.fence, gpu_names=self._gpu_names
         )
 
-    def _dropped(self, holder: Holder) -> None:
+    def _dropped(self, holder: AssignmentHolder) -> None:
         if self.get(holder.lease.request.worker_id) is not holder:
             return  # it was released
         # Garbage is collected at any moment and in any thread; what it means is decided in the loop.
@@ -161,7 +161,7 @@ class Holders(dict[str, Holder]):
         except RuntimeError:  # the loop is closed, and with it the pool
             self._is_outlived(holder)
 
-    def _look_after(self, holder: Holder) -> None:
+    def _look_after(self, holder: AssignmentHolder) -> None:
         """Its worker may still use the GPU, knowing only its number; so it counts until the task has finished."""
         worker_id = holder.lease.request.worker_id
         if self.get(worker_id) is not holder or not self._is_held(holder):
@@ -183,12 +183,12 @@ class Holders(dict[str, Holder]):
         else:
             task.add_done_callback(lambda _: self._finished(holder))
 
-    def _finished(self, holder: Holder) -> None:
+    def _finished(self, holder: AssignmentHolder) -> None:
         if self.get(holder.lease.request.worker_id) is holder:  # and the pool has not stopped meanwhile
             self._holder_gone(holder)
 
 
-def shown(holder: Holder) -> str:
+def shown(holder: AssignmentHolder) -> str:
     return shown_gpus(holder.lease) if holder.held is None else holder.held.shown
 
 

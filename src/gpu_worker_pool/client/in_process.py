@@ -9,8 +9,9 @@ import asyncio
 import math
 from typing import TYPE_CHECKING
 
+from gpu_worker_pool.core.requirements import Declared
 from gpu_worker_pool.errors import PoolStoppedError
-from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting, YieldNotice
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -26,7 +27,7 @@ class InProcessService:
     """Called in the lease thread; what it does, it does in the client's loop."""
 
     endpoint_id = NAME
-    longest_silence_seconds = math.inf
+    longest_silence_seconds: float = math.inf
 
     def __init__(self, manager: WorkerPoolManager, loop: asyncio.AbstractEventLoop) -> None:
         self._manager = manager
@@ -58,8 +59,12 @@ class InProcessService:
     async def cancel(self, request: Request) -> None:
         await self._in_clients_loop(self._take_back(request.request_id))
 
-    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
-        """It lasts until it is released."""
+    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> YieldNotice | None:  # noqa: ARG002
+        """It lasts until it is released, and nobody asks for it."""
+        return None
+
+    async def has_waiting(self) -> bool:
+        return any(not task.done() for task in list(self._requests.values()))
 
     async def rest(self) -> None:
         pass
@@ -72,7 +77,8 @@ class InProcessService:
     async def _poll(self, request: Request, wait_seconds: float) -> GPUAssignment | None:
         task = self._requests.get(request.request_id)
         if task is None:
-            acquiring = self._manager.acquire(request.requirements, math.inf, request.label)
+            declared = Declared(request.expected_seconds, request.max_seconds)
+            acquiring = self._manager.acquire(request.requirements, math.inf, request.label, declared)
             task = self._requests[request.request_id] = self._loop.create_task(acquiring)
         # Its first step is all it needs to take what is free.
         await asyncio.wait([task], timeout=wait_seconds)

@@ -12,16 +12,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpu_worker_pool.client import pool_events, pool_metrics
+from gpu_worker_pool.client.arguments import checked_timeout
 from gpu_worker_pool.client.assigned_leases import AssignedLeases
 from gpu_worker_pool.client.in_process import NAME as IN_PROCESS
 from gpu_worker_pool.client.in_process import InProcessService
-from gpu_worker_pool.client.lease_thread import LeaseThread
-from gpu_worker_pool.client.manager import checked_timeout
 from gpu_worker_pool.client.refusals import MOST_GPUS_LISTED, Refusals
 from gpu_worker_pool.core import Ended, Request, RequestState, Waiter, explain_requirements
 from gpu_worker_pool.core.balancing import balancer_for
 from gpu_worker_pool.core.mirror import MirrorPool
 from gpu_worker_pool.core.origins import OWN_PROCESS
+from gpu_worker_pool.core.requirements import NOTHING_DECLARED, Declared
 from gpu_worker_pool.errors import (
     GPUWorkerPoolError,
     ImpossibleRequestError,
@@ -33,6 +33,7 @@ from gpu_worker_pool.forks import leave_alone
 from gpu_worker_pool.hardware.origin import is_interactive, origin_of_this_process
 from gpu_worker_pool.leases.acquisition import Acquisition, Candidate
 from gpu_worker_pool.leases.lease import requirements_at, with_new_id
+from gpu_worker_pool.leases.lease_thread import LeaseThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -59,6 +60,7 @@ class LeasePool:
         failing_endpoints: Callable[[], str],
         want_reading: Callable[[str], object],
         on_lease_lost: Callable[[GPUAssignment], object] | None,
+        on_yield_asked: Callable[[GPUAssignment], object] | None,
     ) -> None:
         self._config = config
         self._settings = settings
@@ -68,10 +70,12 @@ class LeasePool:
         self._loop = asyncio.get_running_loop()
         self.thread: LeaseThread | None = None
         #: What is known of the servers that give leases: their readings, and the leases held there.
-        self.view = MirrorPool(settings)
+        self.view: MirrorPool = MirrorPool(settings)
         self._balancer = balancer_for(settings.strategy)
         #: By endpoint id, in the order in which they were found to give leases.
         self._endpoints: dict[str, LeaseEndpoint] = {}
+        #: Those that are servers of a fleet.
+        self._fleets: set[str] = set()
         #: By endpoint id: why an endpoint cannot be used at all.
         self._refused: dict[str, GPUWorkerPoolError] = {}
         #: Each request that waits, as its worker made it, in the order of arrival.
@@ -83,6 +87,7 @@ class LeasePool:
             want_reading=want_reading,
             gpu_names=config.gpu_names,
             on_lease_lost=on_lease_lost,
+            on_yield_asked=on_yield_asked,
         )
         #: Endpoints that list only GPUs of other endpoints: two servers on one host would grant each GPU twice.
         self._shadows: set[str] = set()
@@ -122,14 +127,19 @@ class LeasePool:
 
     def start_thread(self) -> LeaseThread:
         if self.thread is None:
-            self.thread = self._leases.thread = LeaseThread(self._leases.lost_in_thread)
+            self.thread = self._leases.thread = LeaseThread(
+                self._leases.lost_in_thread, self._leases.ending_in_thread, self._leases.asked_in_thread
+            )
             self.thread.close_with(self._leases.stop_reporting_losses)
             self.thread.start()
             self._in_process_endpoint = self.thread.engine.endpoint(self._in_process)
         return self.thread
 
-    def offered(self, endpoint_id: str, make_service: Callable[[LeaseThread], LeaseService]) -> None:
-        """An endpoint gives leases; from now on nothing else assigns its GPUs."""
+    def offered(
+        self, endpoint_id: str, make_service: Callable[[LeaseThread], LeaseService], *, is_fleet: bool = False
+    ) -> None:
+        """An endpoint gives leases; nothing else assigns its GPUs from now on. `is_fleet`: and those of other hosts."""
+        (self._fleets.add if is_fleet else self._fleets.discard)(endpoint_id)
         thread, self._has_given_leases = self.start_thread(), True
         service = make_service(thread)
         thread.close_with(service.close)
@@ -184,12 +194,19 @@ class LeasePool:
 
     # --- requesting ---
 
-    async def acquire(self, requirements: Requirements, timeout: float | None, label: str | None) -> GPUAssignment:
+    async def acquire(
+        self,
+        requirements: Requirements,
+        timeout: float | None,
+        label: str | None,
+        declared: Declared = NOTHING_DECLARED,
+    ) -> GPUAssignment:
         manager = self._manager
         _ = manager.pool  # raises if it cannot be used
         seconds = self._config.worker_timeout if timeout is None else checked_timeout(timeout)
         name = self._leases.new_worker_id()
-        request = Request(name, requirements, name, "", label, self._config.lease_ttl, origin=origin_of_this_process())
+        origin, ttl = origin_of_this_process(), self._config.lease_ttl
+        request = Request(name, requirements, name, "", label, ttl, origin=origin, **declared._asdict())
         begun_at = manager.now
         thread = self.start_thread()
         while True:
@@ -214,7 +231,7 @@ class LeasePool:
             if held.assignment is not None:
                 return self._in_process.hand_over(held, held.assignment)
             if not (held.is_lost or held.has_ended):  # else it ended before it was handed over
-                pool_id = self._pool_id(held.endpoint_id)
+                pool_id = held.host or self._pool_id(held.endpoint_id)
                 manager.grants[pool_id] = manager.grants.get(pool_id, 0) + 1
                 return self._leases.hand_over(held, request, begun_at, was_blocked=acquisition.was_blocked)
 
@@ -260,7 +277,8 @@ class LeasePool:
         """The endpoint and the request as it is sent there, or why it cannot be sent there."""
         if name == IN_PROCESS:
             return Candidate(self._in_process_endpoint, replace(request, ttl_seconds=None))
-        requirements = requirements_at(name, request.requirements)
+        is_fleet = name in self._fleets  # which knows what its GPUs are called
+        requirements = request.requirements if is_fleet else requirements_at(name, request.requirements)
         if requirements is None:
             named = ", ".join(request.requirements.only or ())
             return ImpossibleRequestError(reasons=(f"{name}: none of its GPUs is among {named}",))
@@ -272,7 +290,7 @@ class LeasePool:
             )
         return Candidate(
             self._endpoints[name],
-            with_new_id(replace(request, requirements=requirements)),
+            with_new_id(request, requirements),
             is_busy=name not in free,
             is_answering=self._is_answering(name),
         )

@@ -28,7 +28,7 @@ WAKE_SECONDS = 1.0
 EXIT_SECONDS = 5.0
 
 
-class Call:
+class LoopCall:
     """One call that the loop executes for a thread, and its result.
 
     The loop owns it from `post` until it is over, then the thread.
@@ -38,11 +38,11 @@ class Call:
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         #: Runs in the loop's thread.
-        self.work = work
+        self.work: Callable[[], Coroutine[Any, Any, Any]] = work
         #: None: the call is over. A future: the loop waits for the thread to set it.
         self.news: SimpleQueue[asyncio.Future[Exception | None] | None] = SimpleQueue()
         self.task: asyncio.Task[Any] | None = None
-        self.is_withdrawn = False
+        self.is_withdrawn: bool = False
         self.value: Any = None
         self.error: BaseException | None = None
 
@@ -66,15 +66,15 @@ class LoopThread:
 
     def __init__(self, client: AsyncClient, owner: object) -> None:
         self._client = client
-        self.pid = os.getpid()
+        self.pid: int = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._is_stop_wanted = asyncio.Event()
         self._is_exiting = False
         #: Whether threads may post calls, and whether posted calls are started.
         self._is_open = self._begins_calls = True
-        self.is_over = False
+        self.is_over: bool = False
         #: Open calls. Without a lock: a signal handler may call while its own thread holds it.
-        self._calls: set[Call] = set()
+        self._calls: set[LoopCall] = set()
         #: Unreleased assignments by worker id.
         self._held: dict[str, ref[GPUAssignment]] = {}
         #: A client that is dropped without `stop` stops too; `_exit` handles the exit.
@@ -94,7 +94,7 @@ class LoopThread:
     def is_current(self) -> bool:
         return threading.get_ident() == self._thread.ident
 
-    def post(self, call: Call) -> None:
+    def post(self, call: LoopCall) -> None:
         """Calls start in the order in which they are posted."""
         # Add it first: then either `_close` finds it, or we see that the loop is closed.
         self._calls.add(call)
@@ -114,7 +114,7 @@ class LoopThread:
 
     def do(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """It completes even if the calling thread is interrupted."""
-        call = Call(work)
+        call = LoopCall(work)
         self.post(call)
         call.wait()
         if call.error is not None:
@@ -122,7 +122,7 @@ class LoopThread:
         result: T = call.value
         return result
 
-    def request(self, call: Call) -> GPUAssignment:
+    def request(self, call: LoopCall) -> GPUAssignment:
         """If the thread is interrupted, the request is cancelled, or its GPU released."""
         try:
             self.post(call)
@@ -141,9 +141,9 @@ class LoopThread:
 
     def give_back(self, assignment: GPUAssignment) -> None:
         """Does not wait for it."""
-        self._tell(self._begin, Call(partial(self.release, assignment)))
+        self._tell(self._begin, LoopCall(partial(self.release, assignment)))
 
-    def withdraw(self, call: Call) -> None:
+    def withdraw(self, call: LoopCall) -> None:
         self._tell(self._withdraw, call)
 
     def answer(self, turn: asyncio.Future[Exception | None], error: Exception | None) -> None:
@@ -221,7 +221,7 @@ class LoopThread:
         self.is_over = True
         _running.discard(self)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: LoopCall) -> None:
         if not self._begins_calls:
             self._end(call, PoolStoppedError())
             return
@@ -233,7 +233,7 @@ class LoopThread:
         else:
             call.task.add_done_callback(partial(self._task_done, call))
 
-    def _task_done(self, call: Call, task: asyncio.Task[Any]) -> None:
+    def _task_done(self, call: LoopCall, task: asyncio.Task[Any]) -> None:
         error = PoolStoppedError() if task.cancelled() else task.exception()
         if error is None:
             call.value = task.result()
@@ -243,14 +243,14 @@ class LoopThread:
         if call.is_withdrawn:
             self._give_back(call)
 
-    def _end(self, call: Call, error: BaseException | None) -> None:
+    def _end(self, call: LoopCall, error: BaseException | None) -> None:
         call.error = error
         # Free the task here: in the main thread a signal could get lost while Python destroys it.
         call.task = None
         self._calls.discard(call)
         call.news.put(None)
 
-    def _withdraw(self, call: Call) -> None:
+    def _withdraw(self, call: LoopCall) -> None:
         call.is_withdrawn = True
         if call.task is not None:
             call.task.cancel()
@@ -258,10 +258,10 @@ class LoopThread:
             self._calls.discard(call)
             self._give_back(call)
 
-    def _give_back(self, call: Call) -> None:
+    def _give_back(self, call: LoopCall) -> None:
         assignment, call.value = call.value, None
         if isinstance(assignment, GPUAssignment):
-            self._begin(Call(partial(self.release, assignment)))
+            self._begin(LoopCall(partial(self.release, assignment)))
 
     async def release(self, assignment: GPUAssignment) -> None:
         await self._client.release_gpu(assignment)

@@ -1,4 +1,4 @@
-"""Calls the user's `on_lease_lost` in its own thread, so that a slow or failing callback delays nothing else."""
+"""Calls the user's `on_lease_lost` or `on_yield_asked` in its own thread: a slow or failing one delays nothing else."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.models import GPUAssignment
 
-logger = logging.getLogger("gpu_worker_pool.leases.callbacks")
+logger: logging.Logger = logging.getLogger("gpu_worker_pool.leases.callbacks")
 
 
-class LossCallback:
-    """Calls it in the order of the losses. Only the lease thread uses `tell` and `end`."""
+class LeaseCallback:
+    """Calls it in the order of what happened. Only the lease thread uses `tell` and `end`."""
 
-    def __init__(self, callback: Callable[[GPUAssignment], object]) -> None:
+    def __init__(self, callback: Callable[[GPUAssignment], object], name: str = "on_lease_lost") -> None:
         self._callback = callback
+        self._name = name
         #: None ends the thread.
         self._queue: SimpleQueue[GPUAssignment | None] = SimpleQueue()
-        #: Started at the first loss: most programs never have one.
+        #: Started when it is first needed: most programs never need it.
         self._thread: threading.Thread | None = None
 
     def tell(self, assignment: GPUAssignment) -> None:
         self._queue.put(assignment)
         if self._thread is None:
             # A daemon: a callback that never returns must not keep the program running.
-            self._thread = threading.Thread(target=self._run, name="gpu-pool on_lease_lost", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=f"gpu-pool {self._name}", daemon=True)
             self._thread.start()
 
     def end(self) -> None:
@@ -41,4 +42,4 @@ class LossCallback:
             try:
                 self._callback(assignment)
             except BaseException:  # also SystemExit: the next loss must be reported
-                logger.exception("on_lease_lost failed for %s", assignment.worker_id)
+                logger.exception("%s failed for %s", self._name, assignment.worker_id)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from inspect import iscoroutinefunction
@@ -17,8 +15,10 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.client import pool_events, pool_metrics
-from gpu_worker_pool.client.holders import Holder, Holders, shown_gpus
+from gpu_worker_pool.client.arguments import checked_timeout, is_duration, refused_when_awaited
+from gpu_worker_pool.client.holders import AssignmentHolder, Holders, shown_gpus
 from gpu_worker_pool.client.refusals import Refusals
+from gpu_worker_pool.client.stats_readings import readings_from_stats
 from gpu_worker_pool.clocks import LoopClock
 from gpu_worker_pool.config import (
     EnvironmentConfigurationManager,
@@ -38,7 +38,6 @@ from gpu_worker_pool.core import (
     Outcome,
     Pool,
     PoolSettings,
-    Reading,
     ReadingWanted,
     Released,
     Request,
@@ -50,7 +49,7 @@ from gpu_worker_pool.core import (
     WakeAt,
     explain_requirements,
 )
-from gpu_worker_pool.core.requirements import make_requirements
+from gpu_worker_pool.core.requirements import NOTHING_DECLARED, Declared, make_declared, make_requirements
 from gpu_worker_pool.errors import (
     AlreadyStartedError,
     InvalidAssignmentError,
@@ -61,7 +60,7 @@ from gpu_worker_pool.errors import (
     WorkerTimeoutError,
     WrongThreadError,
 )
-from gpu_worker_pool.models import GPUAssignment, WorkerInfo, gpu_id_in_pool, make_global_gpu_id
+from gpu_worker_pool.models import GPUAssignment, WorkerInfo, make_global_gpu_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.clocks import Clock, Timer
     from gpu_worker_pool.config import ConfigurationManager
-    from gpu_worker_pool.core import Effect, Event, Explanation
+    from gpu_worker_pool.core import Effect, Event, Explanation, Reading
     from gpu_worker_pool.core.requirements import Policy
     from gpu_worker_pool.lease_variables import GPUNaming
     from gpu_worker_pool.models import GPUStats, PoolStatus
@@ -219,6 +218,8 @@ class WorkerPoolManager:
         priority: int = 0,
         policy: Policy = "thresholds",
         label: str | None = None,
+        expected_seconds: float | None = None,
+        max_seconds: float | None = None,
     ) -> Coroutine[Any, Any, GPUAssignment]:
         """Wait for a GPU, or several on one host, and hold it until `release_gpu`.
 
@@ -229,16 +230,25 @@ class WorkerPoolManager:
             requirements = make_requirements(
                 count, memory_mb, share, min_free_memory_mb, gpu_model, only, exclude, priority, policy
             )
+            declared = make_declared(expected_seconds, max_seconds)
         except ValueError as error:
             return refused_when_awaited(error)
-        return self.acquire(requirements, timeout, label)
+        return self.acquire(requirements, timeout, label, declared)
 
-    async def acquire(self, requirements: Requirements, timeout: float | None, label: str | None) -> GPUAssignment:
+    async def acquire(
+        self,
+        requirements: Requirements,
+        timeout: float | None,
+        label: str | None,
+        declared: Declared = NOTHING_DECLARED,
+    ) -> GPUAssignment:
         pool = self._pool
         if pool is None or get_ident() != self._thread:
             raise self._unusable()
         name = self._holders.new_worker_id()
         request = Request(name, requirements, name, "", label, self._max_assignment_age_seconds)
+        if declared is not NOTHING_DECLARED:
+            request = replace(request, **declared._asdict())
         now = self._now()
         deadline = self._deadline(timeout, now)
         effects = pool.apply(Requested(request, deadline), now)
@@ -292,7 +302,7 @@ class WorkerPoolManager:
     def _deadline(self, timeout: float | None, now: float) -> float | None:
         if timeout is None:
             timeout = self._worker_timeout
-        elif not _is_duration(timeout):
+        elif not is_duration(timeout):
             checked_timeout(timeout)
         return None if timeout is None else now + timeout
 
@@ -329,7 +339,7 @@ class WorkerPoolManager:
             raise InvalidAssignmentError(f"worker {worker_id!r} holds no GPU of this pool")
         self._release(pool, holder)
 
-    def _release(self, pool: Pool, holder: Holder) -> None:
+    def _release(self, pool: Pool, holder: AssignmentHolder) -> None:
         lease = holder.lease
         self._holders.remove(holder)
         try:
@@ -355,12 +365,12 @@ class WorkerPoolManager:
             raise InvalidAssignmentError(f"{worker_id} holds no GPU of this pool; was it assigned by another one?")
         self._holders.check_ours(worker_id)
 
-    def _is_held(self, holder: Holder) -> bool:
+    def _is_held(self, holder: AssignmentHolder) -> bool:
         """False if it was already taken back; that has been reported."""
         known = None if self._pool is None else self._pool.leases.lookup(holder.lease.lease_id)
         return known is not None and known.is_live
 
-    def _holder_gone(self, holder: Holder) -> None:
+    def _holder_gone(self, holder: AssignmentHolder) -> None:
         if self._pool is not None and holder.lease.lease_id in self._pool.leases.by_id:
             self._apply(HolderGone(holder.lease.lease_id))
 
@@ -368,7 +378,7 @@ class WorkerPoolManager:
 
     def update_stats(self, stats: GPUStats, *, endpoint_id: str = "", age_seconds: float = 0.0) -> None:
         """Take in the answer of a GPU statistics server to a request sent `age_seconds` ago."""
-        readings = readings_of(stats, endpoint_id)
+        readings = readings_from_stats(stats, endpoint_id)
         self.observe(readings, endpoint_id=endpoint_id, age_seconds=age_seconds + stats.sample_age_seconds)
 
     def observe(self, readings: Iterable[Reading], *, endpoint_id: str = "", age_seconds: float = 0.0) -> None:
@@ -498,44 +508,3 @@ class WorkerPoolManager:
 
     def _unusable(self) -> NotStartedError | WrongThreadError:
         return NotStartedError() if self._pool is None else WrongThreadError()
-
-
-def readings_of(stats: GPUStats, endpoint_id: str = "") -> list[Reading]:
-    """The answer of a GPU statistics server as readings for the core."""
-    return [
-        Reading(
-            gpu_id=gpu_id_in_pool(endpoint_id, info.gpu_id),
-            index=info.gpu_id,
-            name=info.name,
-            uuid=info.uuid,
-            memory_total_mb=info.memory_total_mb,
-            memory_used_mb=info.memory_used_mb,
-            memory_usage_percent=info.memory_usage_percent,
-            utilization_percent=info.utilization_percent,
-            reports_utilization=info.reports_utilization,
-            fault=info.fault,
-            # A count identifies the processes only when it is zero.
-            processes=() if info.process_count == 0 else None,
-            unnamed_processes=info.process_count or 0,
-            has_unified_memory=info.unified_memory,
-            is_leased_elsewhere=info.leased,
-        )
-        for info in stats.gpus_summary
-    ]
-
-
-async def refused_when_awaited(error: ValueError) -> GPUAssignment:
-    """Not when it is called: a request among several in `asyncio.gather` must fail alone."""
-    raise error
-
-
-def checked_timeout(timeout: float) -> float:
-    if not _is_duration(timeout):
-        raise ValueError(f"timeout must be a number of seconds, 0 or more, not {timeout!r}")
-    return timeout
-
-
-def _is_duration(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return 0 <= value <= sys.float_info.max or value == math.inf

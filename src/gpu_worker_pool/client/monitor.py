@@ -22,11 +22,11 @@ from gpu_worker_pool.errors import NetworkRetryableError, RetryableError, Servic
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable
 
-    from gpu_worker_pool.api.http_client import Fetched
+    from gpu_worker_pool.api.replies import Fetched
     from gpu_worker_pool.client.endpoints import Endpoint
     from gpu_worker_pool.models import GPUStats
 
-logger = logging.getLogger("gpu_worker_pool.gpu_monitor")
+logger: logging.Logger = logging.getLogger("gpu_worker_pool.gpu_monitor")
 
 #: Time until all GPUs of an endpoint that came back are in the pool again.
 RETURN_SECONDS = 10.0

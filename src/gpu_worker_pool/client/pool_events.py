@@ -13,7 +13,7 @@ from gpu_worker_pool.client.holders import shown_gpus
 if TYPE_CHECKING:
     from gpu_worker_pool.core import Lease, Requirements
 
-logger = logging.getLogger("gpu_worker_pool.worker_pool_manager")
+logger: logging.Logger = logging.getLogger("gpu_worker_pool.worker_pool_manager")
 
 
 def is_wanted() -> bool:

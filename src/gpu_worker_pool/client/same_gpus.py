@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.models import GPUInfo, GPUStats
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Simulated GPUs have the same UUIDs on every host, but are different GPUs.
 SIMULATED_UUIDS = "GPU-51309a7e-"

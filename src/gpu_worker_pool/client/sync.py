@@ -12,10 +12,10 @@ import threading
 from contextlib import contextmanager, suppress
 from functools import partial
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast, overload
 
 from gpu_worker_pool.client.client import GPUWorkerPoolClient as AsyncClient
-from gpu_worker_pool.client.loop_thread import Call, LoopThread
+from gpu_worker_pool.client.loop_thread import LoopCall, LoopThread
 from gpu_worker_pool.errors import (
     AlreadyStartedError,
     NotStartedError,
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["GPUContextManager", "GPUWorkerPoolClient", "gpu_worker_pool_client"]
 
 T = TypeVar("T")
+#: What the block is given: the id of its GPU, or of several the tuple.
+Got = TypeVar("Got")
 
 
 class GPUWorkerPoolClient:
@@ -65,6 +67,7 @@ class GPUWorkerPoolClient:
         api_key: str | None = None,
         allow_insecure_key: bool = False,
         on_lease_lost: Callable[[GPUAssignment], object] | None = None,
+        on_yield_asked: Callable[[GPUAssignment], object] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         # The async client has the same arguments.
@@ -140,6 +143,8 @@ class GPUWorkerPoolClient:
         priority: int = 0,
         policy: Policy = "thresholds",
         label: str | None = None,
+        expected_seconds: float | None = None,
+        max_seconds: float | None = None,
     ) -> GPUAssignment:
         """Wait for a GPU, or several of one host, and hold it until `release_gpu`.
 
@@ -149,7 +154,7 @@ class GPUWorkerPoolClient:
         cancels the request.
         """
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        return self._usable().request(Call(partial(self._client.request_gpu, **arguments)))
+        return self._usable().request(LoopCall(partial(self._client.request_gpu, **arguments)))
 
     def release_gpu(self, assignment: GPUAssignment) -> None:
         """Release a GPU. Twice is harmless; `StaleAssignmentError` if the assignment was already lost."""
@@ -223,7 +228,7 @@ class GPUWorkerPoolClient:
             if error is not None:
                 raise error
 
-        call = Call(partial(self._client.queue_request_for_retry, ask_the_thread))
+        call = LoopCall(partial(self._client.queue_request_for_retry, ask_the_thread))
         results: list[T] = []
         try:
             running.post(call)
@@ -295,30 +300,49 @@ class GPUWorkerPoolClient:
         )
 
 
-class GPUContextManager:
+class GPUContextManager(Generic[Got]):
     """`with GPUContextManager(client) as gpu_id:` holds a GPU while the block runs.
 
     Yields the GPU's index, or with several endpoints its global id; for `count=` above 1 the tuple of all. Make one for
     each block: threads cannot share it.
     """
 
+    @overload
+    def __init__(
+        self: GPUContextManager[GPUId],
+        client: GPUWorkerPoolClient,
+        timeout: float | None = None,
+        *,
+        count: Literal[1] = 1,
+        **requirements: Any,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: GPUContextManager[GPUId | tuple[GPUId, ...]],
+        client: GPUWorkerPoolClient,
+        timeout: float | None = None,
+        *,
+        count: int,
+        **requirements: Any,
+    ) -> None: ...
     def __init__(self, client: GPUWorkerPoolClient, timeout: float | None = None, **requirements: Any) -> None:
         self._client = client
         self._timeout = timeout
         self._requirements = requirements
-        self._request: tuple[LoopThread, Call] | None = None
+        self._request: tuple[LoopThread, LoopCall] | None = None
         self.assignment: GPUAssignment | None = None
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Got:
         if self._request is not None:
             raise RuntimeError("this GPUContextManager is already in use: make one for each block")
         client, running = self._client._client, self._client._usable()  # noqa: SLF001  # its other half
-        call = Call(partial(client.request_gpu, self._timeout, **self._requirements))
+        call = LoopCall(partial(client.request_gpu, self._timeout, **self._requirements))
         self._request = (running, call)
         try:
             assignment = self.assignment = running.request(call)
             ids: tuple[GPUId, ...] = assignment.gpu_ids
-            return ids if len(ids) > 1 else assignment.gpu_id
+            got: Any = ids if len(ids) > 1 else assignment.gpu_id
+            return cast("Got", got)
         except BaseException:
             self._give_back()
             raise
