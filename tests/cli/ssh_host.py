@@ -15,6 +15,9 @@ from typing import Self
 from tests.server_process import free_port
 from tests.waiting import eventually
 
+#: Where programs of another user put their files.
+_TEMPORARY = Path("/tmp")  # noqa: S108
+
 
 def _path(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin:/sbin")
@@ -38,8 +41,10 @@ class SSHHost:
         self.user = f"gpu-pool-{os.getpid()}"
         self.target = f"{self.user}@127.0.0.1"
         # Not in pytest's folder, which the user may not enter.
-        self.folder = Path(tempfile.mkdtemp(prefix="gpu-pool-sshd-", dir="/tmp"))
+        self.folder = Path(tempfile.mkdtemp(prefix="gpu-pool-sshd-", dir=_TEMPORARY))
         self._sshd: subprocess.Popen[bytes] | None = None
+        #: What somebody left there whose number this user may get.
+        self._older_files = set(_TEMPORARY.iterdir())
 
     @property
     def home(self) -> Path:
@@ -119,7 +124,7 @@ class SSHHost:
         """What the user has in the folder for temporary files."""
         number = pwd.getpwnam(self.user).pw_uid
         found = []
-        for path in Path("/tmp").iterdir():  # noqa: S108
+        for path in set(_TEMPORARY.iterdir()) - self._older_files:
             with suppress(OSError):
                 if path.stat().st_uid == number:
                     found.append(path)

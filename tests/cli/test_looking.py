@@ -15,11 +15,12 @@ import pytest
 
 from tests.cli.programs import GPU_POOL, Programs
 from tests.fakes.http_server import Conversation, HostileServer, answer_json
+from tests.fakes.nvml import FakeNVML, fake_gpus
 from tests.server_process import ServerProcess
 from tests.waiting import eventually
 
 UUID = "GPU-51309a7e-0000-4000-8000-000000000000"
-BAD_BACKEND = "GPU_BACKEND must be auto, nvml, nvidia-smi or simulated:N, not 'nonsense'"
+BAD_BACKEND = "GPU_BACKEND must be auto, nvml, nvidia-smi, amd or simulated:N, not 'nonsense'"
 
 
 def test_leases_and_queue_have_the_bodies_of_the_api(programs: Programs) -> None:
@@ -361,6 +362,15 @@ def test_what_is_wrong(programs: Programs, variables: dict[str, str], check: str
     assert told["ok"] is False
     wrong = [finding for finding in told["checks"] if finding["status"] == "wrong" and finding["check"] == check]
     assert any(what in finding["what"] for finding in wrong), told
+
+
+@pytest.mark.parametrize("without", [(), ("nvmlDeviceSetMemoryLimits_v1",)])
+def test_a_driver_that_can_limit_memory_is_named(programs: Programs, tmp_path: Path, without: tuple[str, ...]) -> None:
+    fake = FakeNVML(tmp_path / "nvml", gpus=fake_gpus(1), without=without)
+    done = programs.call("doctor", "--json", GPU_BACKEND="nvml", **fake.env)
+    found = [check["what"] for check in json.loads(done.stdout)["checks"] if check["check"] == "memory limits"]
+    assert [text.partition(" ")[0] for text in found] == ([] if without else ["an"]), done.stdout
+    assert all("nvmlDeviceSetMemoryLimits" in text and "not a wall" in text for text in found)
 
 
 # --- the server, for people ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -49,7 +50,12 @@ def test_a_command_that_is_not_there(programs: Programs) -> None:
 
 @pytest.mark.parametrize(
     ("words", "wanted"),
-    [("gpu-pool ", set(COMMANDS)), ("gpu-pool re", {"release"}), ("gpu-pool run --me", {"--memory"})],
+    [
+        ("gpu-pool ", set(COMMANDS)),
+        ("gpu-pool rel", {"release"}),
+        ("gpu-pool re", {"release", "report"}),
+        ("gpu-pool run --me", {"--memory"}),
+    ],
 )
 def test_completion_of_bash(programs: Programs, words: str, wanted: set[str]) -> None:
     variables = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_GPU_POOL_COMPLETE": "bash_complete"}
@@ -77,6 +83,27 @@ def test_completion_in_a_real_bash(programs: Programs) -> None:
     shell.until("prompt> ", times=2)
     shell.type("gpu-pool exp\t")
     shell.until("gpu-pool explain")
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed: apt-get install zsh")
+def test_completion_in_a_real_zsh(programs: Programs) -> None:
+    shell = programs.terminal(["zsh", "-f", "-i"], PS1="prompt> ")
+    shell.until("prompt> ")
+    shell.type(
+        'autoload -Uz compinit; compinit -D; eval "$(_GPU_POOL_COMPLETE=zsh_source gpu-pool)"; echo is rea""dy\n'
+    )
+    shell.until("is ready")
+    shell.type("gpu-pool exp\t")
+    shell.until("gpu-pool explain")
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed: apt-get install fish")
+def test_completion_in_a_real_fish(programs: Programs) -> None:
+    """Asked by its own command, since what it draws on a terminal is hard to read."""
+    script = "_GPU_POOL_COMPLETE=fish_source gpu-pool | source; complete -C 'gpu-pool exp'"
+    done = programs.run(["fish", "--no-config", "-c", script], HOME=str(programs.folder))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] == "explain"
 
 
 def test_a_range_of_gpus_is_a_usage_error_and_the_remedy_works(programs: Programs) -> None:

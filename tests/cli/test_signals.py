@@ -70,8 +70,11 @@ def test_timeout_of_coreutils(programs: Programs) -> None:
     """Which sends to us, and then to the whole group."""
     log = programs.folder / "log"
     command = [sys.executable, "-c", LISTENER, str(log), "SIGTERM"]
-    done = programs.run(["timeout", "4", *GPU_POOL, "run", "--", *command])
-    assert done.returncode == 124
+    for seconds in (4, 12, 25):  # on a busy machine it may take longer until the command listens
+        done = programs.run(["timeout", str(seconds), *GPU_POOL, "run", "--", *command])
+        assert done.returncode == 124
+        if log.exists():
+            break
     eventually(lambda: signals_in(log) == ["SIGTERM"])
 
 
@@ -188,6 +191,33 @@ def test_a_killed_keeper_is_a_lost_lease(programs: Programs, on_lost: str) -> No
     assert ("ending the command" in told) == (on_lost == "terminate")
 
 
+@pytest.mark.fault(1)
+def test_a_killed_keeper_leaves_the_gpu_to_its_command(programs: Programs) -> None:
+    """The command may not have touched its GPU yet, so that no reading shows it."""
+    process = programs.holding()
+    keeper, _ = children_of(process.pid)
+    os.kill(keeper, signal.SIGKILL)
+    eventually(lambda: "the lease process has ended" in process.err)
+    assert [programs.call("run", "--no-wait", "--", "true").returncode for _ in range(3)] == [75] * 3
+    process.terminate()
+    process.wait(10)
+    eventually(lambda: programs.call("run", "--no-wait", "--", "true").returncode == 0)
+
+
+@pytest.mark.fault(1)
+def test_a_holder_that_is_killed_with_all_that_serves_the_ledger_is_shown_nowhere(programs: Programs) -> None:
+    """No process is left that could end its lease: who looks does."""
+    process = programs.holding()
+    keeper, command = children_of(process.pid)
+    for pid in (keeper, process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.wait(10)
+    eventually(lambda: not is_there(command))
+    assert [lease for lease in programs.leases() if lease["state"] == "held"] == []
+    (host,) = programs.json("status")["endpoints"]
+    assert [lease for gpu in host["gpus"] for lease in gpu["leases"] if lease["state"] == "held"] == []
+
+
 # --- on a terminal ---
 
 
@@ -281,7 +311,7 @@ def test_a_command_that_suspends_itself_gives_the_terminal_back(programs: Progra
     shell.until("outer\r\n")
     shell.type("fg\n")
     shell.type("echo in''side $GPU_POOL_LEASE_ID\n")
-    shell.until("inside lease-1")
+    shell.until("inside lease-")
 
 
 def test_in_the_background_of_a_shell(programs: Programs) -> None:

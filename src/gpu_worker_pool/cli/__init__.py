@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 #: These need a lease process.
-_WITH_LEASE = ("run", "wait")
+_WITH_LEASE = ("run", "map", "wait")
 #: These run uvicorn or rich in this process, which clean up at exit.
 _HOSTS = ("serve", "demo")
 
@@ -55,11 +55,15 @@ def _open_missing_streams() -> None:
 
 
 def _run_with_lease_process(words: Sequence[str]) -> int:
-    from gpu_worker_pool.cli.exits import CommandError
+    from gpu_worker_pool.cli.exits import CommandError, status_after
     from gpu_worker_pool.cli.running.lease_process import LeaseProcess
 
     try:
         with LeaseProcess.prepared(words):
+            if words[:2] == ["run", "--"] and words[2:]:
+                from gpu_worker_pool.cli.running.plain import run_plain
+
+                return status_after(lambda: run_plain(words[2:]))
             return _run(words)
     except CommandError as error:  # not available on this system
         return error.report()

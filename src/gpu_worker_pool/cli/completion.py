@@ -98,8 +98,8 @@ def _item(identifier: str, words: Iterable[str], row: _Row) -> CompletionItem:
 
 
 def _is_mine(row: _Row) -> bool:
-    from gpu_worker_pool.cli.keys import Tokens
     from gpu_worker_pool.hardware.proc import user_name
+    from gpu_worker_pool.leases.tokens import Tokens
 
     me = user_name(os.getuid())
     holder = row.get("holder") or {}

@@ -197,7 +197,7 @@ class Demo:
 
     def _start(self, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(  # noqa: S603  # ourselves
-            [sys.executable, "-m", "gpu_worker_pool", *arguments],
+            [sys.executable, "-P", "-m", "gpu_worker_pool", *arguments],
             env=self._environment | variables,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Final
 from gpu_worker_pool.cli.output import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gpu_worker_pool.errors import GPUWorkerPoolError
 
 
@@ -42,7 +44,7 @@ KILLED: Final = 128
 class CommandError(Exception):
     def __init__(self, message: str, status: int = Status.FAILED) -> None:
         super().__init__(message)
-        self.status = int(status)
+        self.status: int = int(status)
 
     def report(self) -> int:
         """Print it; returns the exit status."""
@@ -69,6 +71,35 @@ def status_of(error: GPUWorkerPoolError) -> Status:
         case errors.WorkerTimeoutError():
             return Status.TIMED_OUT
     return Status.FAILED
+
+
+def status_after(command: Callable[[], int]) -> int:
+    """Its exit status. Errors are printed as one sentence; `GPU_POOL_DEBUG=1` shows the traceback."""
+    try:
+        return command()
+    except CommandError as error:
+        return error.report()
+    except KeyboardInterrupt:
+        return die_of_interrupt()
+    except BrokenPipeError:
+        # The reader is gone. Write nothing more, also not when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return KILLED + signal.SIGPIPE
+    except Exception as error:
+        if os.environ.get("GPU_POOL_DEBUG"):
+            raise
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    from gpu_worker_pool.errors import GPUWorkerPoolError
+
+    if isinstance(error, GPUWorkerPoolError):
+        return CommandError(str(error), status_of(error)).report()
+    if isinstance(error, OSError):
+        return CommandError(str(error)).report()
+    text = f"internal error of gpu-pool ({type(error).__name__}: {error}); GPU_POOL_DEBUG=1 shows the traceback"
+    return CommandError(text, Status.BUG).report()
 
 
 def die_of_interrupt() -> int:

@@ -10,11 +10,17 @@ from typing import Any, Final
 import click
 
 from gpu_worker_pool.cli.quantities import Duration, GPUNames, MemorySize, Percent
+from gpu_worker_pool.wording import NOT_TEXT
 
 Command = Callable[..., Any]
 
 #: As in the lease API: printable, since other users see it. Invalid UTF-8 arrives as surrogates.
-_TEXT: Final = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{0,200}")
+_TEXT: Final = re.compile(rf"[^{NOT_TEXT}\ud800-\udfff]{{0,200}}")
+
+
+def is_text_for_others(text: str) -> bool:
+    """Whether others can be shown it."""
+    return _TEXT.fullmatch(text) is not None
 
 
 def _applied(command: Command, options: list[Callable[[Command], Command]]) -> Command:
@@ -96,7 +102,7 @@ def requirements_options(command: Command) -> Command:
             requirement_options[name] = [each for names in requirement_options[name] for each in names] or None
         requirement_options["policy"] = _policy(requirement_options, is_idle=given.pop("idle"))
         model = requirement_options["gpu_model"]
-        if model is not None and not (model.strip() and _TEXT.fullmatch(model)):
+        if model is not None and not (model.strip() and is_text_for_others(model)):
             raise click.UsageError("--model must be part of a GPU's name, such as A100.")
         if requirement_options["share"] and requirement_options["memory_mb"] is None:
             raise click.UsageError("--share needs --memory: say how much of the GPU you need, such as --memory 8GiB.")
@@ -127,6 +133,10 @@ def lease_options(command: Command) -> Command:
         no_wait: bool,
         label: str | None,
         ttl: float | None,
+        expect: float | None,
+        max_time: float | None,
+        grace: float,
+        ask: bool,
         private: bool,
         with_reasons: bool,
         quiet: bool,
@@ -138,10 +148,21 @@ def lease_options(command: Command) -> Command:
 
         if no_wait and timeout is not None:
             raise click.UsageError("--no-wait and --timeout exclude each other: give only one of them.")
-        if label is not None and not _TEXT.fullmatch(label):
+        if label is not None and not is_text_for_others(label):
             raise click.UsageError("--label must be at most 200 characters, all of them printable.")
         spec = LeaseSpec(
-            requirement_options, list(endpoints), timeout, no_wait, label, ttl, is_private=private, is_here=is_here
+            requirement_options,
+            list(endpoints),
+            timeout,
+            no_wait,
+            label,
+            ttl,
+            is_private=private,
+            is_here=is_here,
+            expected_seconds=expect,
+            max_seconds=max_time,
+            grace_seconds=grace,
+            asks=ask,
         )
         if private:
             # Also here: the command inherits it, so that it finds the lease in which it runs.
@@ -162,6 +183,28 @@ def lease_options(command: Command) -> Command:
                 "--ttl",
                 type=Duration(2.0, 3600.0),
                 help="How long the lease lasts without renewal: 2s to 1h.  [default: 60s]",
+            ),
+            click.option(
+                "--expect",
+                type=Duration(1.0),
+                help="How long you will use the GPU, as far as you know: 40m, 2h. Never enforced; shortens the wait.",
+            ),
+            click.option(
+                "--max-time",
+                type=Duration(1.0),
+                help="Longest time on the GPU, enforced: 8h. COMMAND gets SIGTERM before its end, within --grace.",
+            ),
+            click.option(
+                "--grace",
+                type=Duration(0.0),
+                default="30s",
+                show_default=True,
+                help="How long before the end of --max-time; it lies inside it. Then SIGKILL.",
+            ),
+            click.option(
+                "--ask",
+                is_flag=True,
+                help="While waiting, ask the holders in the way to give their GPUs back; nobody is forced.",
             ),
             click.option(
                 "--private",
@@ -189,7 +232,8 @@ endpoint_option: Callable[[Command], Command] = click.option(
     multiple=True,
     metavar="URL",
     help="A GPU server, or local:// for this host's GPUs without a server; may be repeated.  "
-    "[default: GPU_STATS_SERVICE_ENDPOINTS, GPU_SERVICE_ENDPOINTS or GPU_SERVICE_ENDPOINT, else local://]",
+    "[default: GPU_POOL_ENDPOINT, GPU_STATS_SERVICE_ENDPOINTS, GPU_SERVICE_ENDPOINTS or GPU_SERVICE_ENDPOINT, "
+    "else local://]",
 )
 
 json_option: Callable[[Command], Command] = click.option(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from gpu_worker_pool._version import __version__
-from gpu_worker_pool.cli.exits import KILLED, CommandError, Status, die_of_interrupt, status_of
+from gpu_worker_pool.cli.exits import die_of_interrupt, status_after
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,22 +16,31 @@ if TYPE_CHECKING:
 #: Each is in `commands/<name>.py`; with its line in `--help`.
 COMMANDS: Final = {
     "run": "Wait for a GPU, run a command on it, release it.",
+    "map": "Run a command for each of many arguments, each on a GPU.",
     "wait": "Wait for a GPU for the calling shell.",
     "status": "Show GPUs, who holds them and who waits.",
     "top": "The same as status, live.",
     "queue": "List waiting requests in order, with the reasons.",
     "leases": "List leases: who holds which GPU, and since when.",
     "release": "End a lease, or take a request out of the queue.",
+    "report": "Say who used how many GPU hours, and how long requests waited.",
+    "yield": "Ask the holder of a lease to give it back.",
+    "keep": "Say that a lease is still needed, although its GPU is idle.",
     "explain": "Say GPU by GPU why a request would wait.",
     "setup": "Let all users of this host share its GPUs (as root).",
     "serve": "Serve this host's GPUs over HTTP.",
+    "fleet": "Set up a fleet of several hosts with one queue, and administer its hosts.",
+    "cert": "Make a TLS certificate for a server, or show its fingerprint.",
     "doctor": "Check this host and its endpoints, and say how to fix problems.",
     "config": "Show every setting and where it came from.",
+    "simulate": "See what other rules, or more GPUs, would do to a recorded workload.",
     "demo": "See a dozen workers share a few GPUs.",
 }
 
+#: Where the name is a word of Python.
+_MODULES: Final = {"yield": "ask_back"}
 #: A server configures its own log; for the others a different process does what could be logged.
-_OWN_LOGS: Final = frozenset({"serve", "demo", "run", "wait"})
+_OWN_LOGS: Final = frozenset({"serve", "demo", "run", "map", "wait"})
 
 EPILOG: Final = """\
 \b
@@ -57,7 +64,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:  # noqa: ARG002
         if name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"gpu_worker_pool.cli.commands.{name}"), name)
+        module = _MODULES.get(name, name)
+        command: click.Command = getattr(import_module(f"gpu_worker_pool.cli.commands.{module}"), module)
         command.short_help = COMMANDS[name]
         return command
 
@@ -93,7 +101,11 @@ def gpu_pool(context: click.Context) -> None:
 
 
 def run_program(arguments: Sequence[str]) -> int:
-    """Returns the exit status. Errors are printed as one sentence; `GPU_POOL_DEBUG=1` shows the traceback."""
+    """Returns the exit status; errors are printed."""
+    return status_after(lambda: _parse_and_run(arguments))
+
+
+def _parse_and_run(arguments: Sequence[str]) -> int:
     try:
         status = gpu_pool.main(args=list(arguments), prog_name="gpu-pool", standalone_mode=False)
     except click.exceptions.Exit as done:
@@ -101,27 +113,6 @@ def run_program(arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except CommandError as error:
-        return error.report()
-    except (click.Abort, KeyboardInterrupt):
+    except click.Abort:
         return die_of_interrupt()
-    except BrokenPipeError:
-        # The reader is gone. Write nothing more, also not when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return KILLED + signal.SIGPIPE
-    except Exception as error:
-        if os.environ.get("GPU_POOL_DEBUG"):
-            raise
-        return _report(error)
     return status if isinstance(status, int) else 0
-
-
-def _report(error: Exception) -> int:
-    from gpu_worker_pool.errors import GPUWorkerPoolError
-
-    if isinstance(error, GPUWorkerPoolError):
-        return CommandError(str(error), status_of(error)).report()
-    if isinstance(error, OSError):
-        return CommandError(str(error)).report()
-    text = f"internal error of gpu-pool ({type(error).__name__}: {error}); GPU_POOL_DEBUG=1 shows the traceback"
-    return CommandError(text, Status.BUG).report()

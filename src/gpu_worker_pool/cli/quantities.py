@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from gpu_worker_pool.durations import parse_seconds
 from gpu_worker_pool.wording import spoken_mb as spoken_mb
 from gpu_worker_pool.wording import spoken_seconds as spoken_seconds
 
@@ -24,11 +25,8 @@ _SIZES: Final = (
     | {"g": 1024.0, "gb": 1000.0, "gib": 1024.0}
     | {"t": 1024.0**2, "tb": 1_000_000.0, "tib": 1024.0**2}
 )
-_DURATIONS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 _NUMBER_AND_UNIT: Final = re.compile(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*", re.ASCII)
 _PERCENT: Final = re.compile(r"\s*(\d{1,3}(?:\.\d{1,6})?)\s*%?\s*", re.ASCII)
-#: Several parts such as 1m30s; each needs its unit.
-_PARTS: Final = re.compile(r"\s*(?:\d{1,12}(?:\.\d{1,6})?\s*[A-Za-z]+\s*){2,4}", re.ASCII)
 #: `1-3` or `endpoint:1-3`.
 _RANGE: Final = re.compile(r"(?P<endpoint>.*:)?(?P<first>\d{1,9})-(?P<last>\d{1,9})", re.ASCII)
 _WRITTEN_OUT_AT_MOST: Final = 16
@@ -67,18 +65,14 @@ class Duration(_Number):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, float):
             return value
-        is_one = _NUMBER_AND_UNIT.fullmatch(value) or _PARTS.fullmatch(value)
-        parts = _NUMBER_AND_UNIT.findall(value) if is_one else []
-        units = [_DURATIONS.get(unit.lower()) for _, unit in parts]
-        known = [unit for unit in units if unit is not None]
-        if not parts or len(known) < len(parts):
+        seconds = parse_seconds(value)
+        if seconds is None:
             self.fail(f"{value!r} is not a duration; write 90s, 5m, 1m30s, 2h or 1d.", param, ctx)
-        seconds = sum(float(number) * unit for (number, _), unit in zip(parts, known, strict=True))
         if not self._shortest <= seconds <= self._longest:
-            limits = f"from {self._shortest:g} to {self._longest:g} seconds"
-            if self._longest == _LONGEST_SECONDS:
-                limits = f"of at least {self._shortest:g} seconds"
-            self.fail(f"{value!r} is not {limits}.", param, ctx)
+            shortest = f"{self._shortest:g} {'second' if self._shortest == 1 else 'seconds'}"
+            if self._longest == _LONGEST_SECONDS and seconds < self._shortest:
+                self.fail(f"{value!r} is too short; write at least {shortest}.", param, ctx)
+            self.fail(f"{value!r} is not from {self._shortest:g} to {self._longest:g} seconds.", param, ctx)
         return seconds
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_worker_pool.cli.running.channel import channel
+from gpu_worker_pool.leases.channel import channel
 
 
 def test_what_counts_arrives_also_at_a_process_that_was_suspended_for_hours() -> None:

@@ -10,14 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from gpu_worker_pool.cli.keys import Tokens
-from gpu_worker_pool.cli.running import remembered_leases
-from gpu_worker_pool.cli.running.remembered_leases import RememberedLeases
+from gpu_worker_pool.api.client import ON_COMMAND_LINE
 from gpu_worker_pool.cli.views.http_host import HTTPHost
 from gpu_worker_pool.config import EndpointConfig, MultiEndpointConfigurationManager
 from gpu_worker_pool.core import Request
 from gpu_worker_pool.errors import RequestEndedError, ServiceRefusedError
+from gpu_worker_pool.leases import remembered
 from gpu_worker_pool.leases.lease import HeldLease, StillWaiting, with_new_id
+from gpu_worker_pool.leases.remembered import RememberedLeases
+from gpu_worker_pool.leases.tokens import Tokens
 
 DAY_SECONDS = 24 * 3600.0
 
@@ -94,13 +95,16 @@ class EndingOnce:
 
     async def cancel(self, request: Request) -> None: ...
 
+    async def has_waiting(self) -> bool:
+        return False
+
     async def rest(self) -> None: ...
 
     async def close(self) -> None: ...
 
 
 def test_a_request_that_is_made_anew_has_one_token(tokens: Tokens, tmp_path: Path) -> None:
-    leases = RememberedLeases(EndpointConfig("server", "http://server:1"), EndingOnce(), tokens)
+    leases = RememberedLeases("server", EndingOnce(), cast("Any", None), tokens)
     first = new_request()
     with pytest.raises(RequestEndedError):
         asyncio.run(leases.acquire(first, wait_seconds=0, may_reserve=True))
@@ -120,8 +124,8 @@ async def test_what_the_command_line_says_about_keys_can_be_typed_there(monkeypa
     def never() -> Any:
         raise AssertionError("nothing must be sent")
 
-    monkeypatch.setattr(remembered_leases, "_session", never)
-    service = remembered_leases.server_leases(endpoint, MultiEndpointConfigurationManager())
+    monkeypatch.setattr(remembered, "make_session", never)
+    service = remembered.server_leases(endpoint, MultiEndpointConfigurationManager(), ON_COMMAND_LINE)
     host = HTTPHost(endpoint, cast("Any", None))
     for refused in (
         service.acquire(new_request(), wait_seconds=0, may_reserve=True),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
 from dataclasses import fields
 from types import ModuleType
 from typing import Any, NoReturn
@@ -18,6 +20,16 @@ from gpu_worker_pool.cli.program import gpu_pool
 from gpu_worker_pool.cli.running import remote_command
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
 from gpu_worker_pool.core.requirements import Requirements
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """A command that is called here sets up logging for the whole process."""
+    logger = logging.getLogger("gpu_worker_pool")
+    before = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers[:], logger.propagate = before[:2]
+    logger.setLevel(before[2])
 
 
 def requirements_of(*arguments: str) -> Requirements:
@@ -176,3 +188,10 @@ def test_ssh_and_here_exclude_each_other() -> None:
     done = CliRunner().invoke(gpu_pool, ["run", "--ssh=-oProxyCommand=x", "true"])
     assert done.exit_code == 2
     assert "--ssh must be a host, or user@host" in done.output
+
+
+@pytest.mark.parametrize("reason", ["\x1b[2J", "two\nlines", "x" * 201, "\udcff"])
+def test_a_reason_that_a_holder_cannot_be_shown_is_refused(reason: str) -> None:
+    done = CliRunner().invoke(gpu_pool, ["yield", "lease-1", "--reason", reason])
+    assert done.exit_code == 2
+    assert "--reason must be at most 200 characters, all of them printable" in done.output

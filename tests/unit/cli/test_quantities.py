@@ -51,6 +51,20 @@ def test_durations(text: str, seconds: float) -> None:
     assert Duration().convert(text, None, None) == seconds
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        (Duration(1.0), "0s", "'0s' is too short; write at least 1 second."),
+        (Duration(5.0), "4s", "'4s' is too short; write at least 5 seconds."),
+        (Duration(2.0, 3600.0), "2h", "'2h' is not from 2 to 3600 seconds."),
+    ],
+)
+def test_durations_out_of_range(kind: Duration, text: str, said: str) -> None:
+    with pytest.raises(click.BadParameter) as raised:
+        kind.convert(text, None, None)
+    assert raised.value.message == said
+
+
 @pytest.mark.parametrize("text", ["", "soon", "-1", "1y", "nan", "inf", "1e3", "1m30", "1m2y"])
 def test_durations_that_are_none(text: str) -> None:
     with pytest.raises(click.BadParameter):

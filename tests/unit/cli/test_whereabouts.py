@@ -9,12 +9,13 @@ import socket
 
 import pytest
 
-from gpu_worker_pool.cli.running import whereabouts
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
-from gpu_worker_pool.cli.running.own_addresses import Address, addresses_of_this_host
 from gpu_worker_pool.cli.running.ssh import check_target
-from gpu_worker_pool.cli.running.whereabouts import Place, check_places, is_this_host, place_of
+from gpu_worker_pool.cli.running.whereabouts import CommandPlace, check_places, place_of
 from gpu_worker_pool.config import parse_endpoints
+from gpu_worker_pool.leases import this_host
+from gpu_worker_pool.leases.own_addresses import Address, addresses_of_this_host
+from gpu_worker_pool.leases.this_host import is_this_host
 
 OWN = {"10.0.0.5", "fd00::5", "fe80::1"}
 NAMES = {
@@ -63,7 +64,7 @@ async def test_a_name_server_that_hangs_knows_nothing(monkeypatch: pytest.Monkey
     async def hang(*_: object, **__: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(whereabouts, "RESOLVE_SECONDS", 0.01)
+    monkeypatch.setattr(this_host, "RESOLVE_SECONDS", 0.01)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", hang)
     assert await is_this_host("name") is None
 
@@ -115,14 +116,14 @@ async def test_a_host_that_could_not_be_resolved_is_refused_when_it_grants() -> 
 async def test_where_the_command_runs() -> None:
     local, here, there = parse_endpoints(["local://", "http://127.0.0.1:8000", "http://198.51.100.7:8000"])
     name = os.uname().nodename
-    assert await place_of(local, spec()) == Place(name, None)
-    assert await place_of(here, spec(ssh_target="")) == Place(name, None)
-    assert await place_of(there, spec(is_here=True)) == Place(name, None)
-    assert await place_of(there, spec(ssh_target="")) == Place("198.51.100.7", "198.51.100.7")
+    assert await place_of(local, spec()) == CommandPlace(name, None)
+    assert await place_of(here, spec(ssh_target="")) == CommandPlace(name, None)
+    assert await place_of(there, spec(is_here=True)) == CommandPlace(name, None)
+    assert await place_of(there, spec(ssh_target="")) == CommandPlace("198.51.100.7", "198.51.100.7")
     # A host that the user names is used, whatever the address: it may be behind a tunnel.
-    assert await place_of(here, spec(ssh_target="ana@gpu-1")) == Place("gpu-1", "ana@gpu-1")
+    assert await place_of(here, spec(ssh_target="ana@gpu-1")) == CommandPlace("gpu-1", "ana@gpu-1")
     (six,) = parse_endpoints(["http://[2001:db8::7]:8000"])
-    assert await place_of(six, spec(ssh_target="")) == Place("2001:db8::7", "2001:db8::7")
+    assert await place_of(six, spec(ssh_target="")) == CommandPlace("2001:db8::7", "2001:db8::7")
 
 
 async def test_one_host_for_several_endpoints_is_refused() -> None:

@@ -8,23 +8,26 @@ import platform
 import shutil
 import sys
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Literal
 
 import apsw
 
 from gpu_worker_pool._version import __version__
 from gpu_worker_pool.cli.checking import Finding
+from gpu_worker_pool.cli.checking.fleet_checks import check_fleet
 from gpu_worker_pool.cli.checking.server_checks import check_servers
 from gpu_worker_pool.cli.checking.settings_list import all_settings
 from gpu_worker_pool.cli.checking.sharing import check_sharing
-from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local, local_backend
-from gpu_worker_pool.cli.keys import allows_insecure_key
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import MultiEndpointConfigurationManager, is_loopback_url, is_private_url
 from gpu_worker_pool.errors import DriverError
 from gpu_worker_pool.hardware.readers.choose import make_reader
+from gpu_worker_pool.hardware.readers.nvml_library import NVMLLibrary
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
 from gpu_worker_pool.host_socket import socket_path
+from gpu_worker_pool.leases.endpoint_choice import chosen_endpoints, is_local, local_backend
+from gpu_worker_pool.leases.tokens import allows_insecure_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +54,7 @@ def diagnose(given: Sequence[str]) -> list[Finding]:
     if socket_path() is None:
         findings += check_sharing()
     findings += asyncio.run(check_servers(endpoints))
+    findings += check_fleet(endpoints)
     findings += _keys(endpoints)
     findings += _settings()
     return findings
@@ -113,12 +117,25 @@ def _ways_to_read(bad: Literal["warning", "wrong"]) -> Iterator[Finding]:
     nvml = str(answer) if isinstance(answer, DriverError) else None
     if nvml is None:
         yield Finding("ok", "NVML", "can be used")
+        yield from _memory_limits()
     else:
         yield Finding("warning" if found else bad, "NVML", nvml, "" if found else "install the NVIDIA driver")
     if found:
         yield Finding("ok", "nvidia-smi", found)
     elif nvml is None:
         yield Finding("ok", "nvidia-smi", "not found, but not needed")
+
+
+def _memory_limits() -> Iterator[Finding]:
+    """Only where the driver has them: elsewhere nothing is wrong, and nothing can be done."""
+    with suppress(DriverError), NVMLLibrary() as nvml:
+        if nvml.limits_memory:
+            yield Finding(
+                "ok",
+                "memory limits",
+                "an administrator can limit the GPU memory of a cgroup with this driver (nvmlDeviceSetMemoryLimits); "
+                "gpu-pool does not: a share with --memory is what programs obey, not a wall",
+            )
 
 
 def read_gpus(
@@ -146,8 +163,12 @@ def _driver_advice(error: DriverError) -> str:
     match error.code:
         case "nvidia_smi_not_found" | "nvml_not_found":
             return "install the NVIDIA driver, or use a server elsewhere: --endpoint http://…"
+        case "amd_smi_not_found" | "reader_not_found":
+            return "install what is missing, or set GPU_BACKEND to another reader"
         case "driver_hangs":
             return "dmesg may say why; a hanging driver needs a reboot"
+    if "amd" in str(error):
+        return "`amd-smi static` shows the same; its user must be in the groups render and video"
     return "nvidia-smi shows the same; after an update of the driver, reboot"
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import time
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpu_worker_pool.cli.checking import Finding
-from gpu_worker_pool.cli.endpoints import is_local
+from gpu_worker_pool.cli.checking.sharing import SHARING, listed
 from gpu_worker_pool.config import EndpointConfig, is_loopback_url
 from gpu_worker_pool.errors import GPUWorkerPoolError
+from gpu_worker_pool.hardware.proc import user_name
 from gpu_worker_pool.host_socket import socket_path
+from gpu_worker_pool.leases.endpoint_choice import is_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,6 +42,7 @@ async def check_servers(endpoints: Sequence[EndpointConfig]) -> list[Finding]:
             advice = f"start the GPU service of this host; test: curl --unix-socket {shlex.quote(path)} {SOCKET_URL}/"
             findings.append(Finding("ok", "endpoints", f"local://: the server of this host, on {path}"))
             findings += await _server(session, EndpointConfig("local", SOCKET_URL), advice)
+            findings.append(await _sharing(session, path))
     async with make_session() as session:
         found = await asyncio.gather(*(_server(session, endpoint) for endpoint in servers))
     return [*findings, *(finding for findings in found for finding in findings)]
@@ -63,6 +68,27 @@ async def _server(session: aiohttp.ClientSession, endpoint: EndpointConfig, advi
         findings.append(Finding("wrong", name, "it grants no leases to this host", advice))
     findings += _clock(name, home.date, sent_at, took_seconds)
     return findings
+
+
+async def _sharing(session: aiohttp.ClientSession, path: str) -> Finding:
+    """With whom this user shares the GPUs by the server of this host."""
+    from gpu_worker_pool.api.client import APIClient
+    from gpu_worker_pool.api.unix_socket import SOCKET_URL
+
+    client = APIClient(SOCKET_URL, lambda: session, timeout_seconds=ENDPOINT_SECONDS)
+    try:
+        rows = (await client.leases())["leases"] + (await client.queue())["queue"]
+        owner = _owner_of(path)
+    except (GPUWorkerPoolError, OSError):
+        return Finding("wrong", SHARING, "with nobody while the server of this host does not answer")
+    users = {(row.get("holder") or {}).get("user") for row in rows}
+    others = [user for user in users if user and user != user_name(os.getuid())]
+    text = f"every user of this host, by the ledger of its server, which runs as {owner}"
+    return Finding("ok", SHARING, f"{text}; users seen beside you: {listed(others)}")
+
+
+def _owner_of(path: str) -> str:
+    return user_name(Path(path).stat().st_uid)
 
 
 def _health_of(name: str, health: dict[str, Any]) -> Finding:

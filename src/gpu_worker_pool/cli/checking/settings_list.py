@@ -7,13 +7,20 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
-from gpu_worker_pool.cli.endpoints import chosen_endpoints
-from gpu_worker_pool.cli.keys import SECRETS, admin_key, allows_insecure_key
+from gpu_worker_pool.api.fingerprints import VARIABLE as FINGERPRINTS
+from gpu_worker_pool.api.fingerprints import parse_fingerprints
+from gpu_worker_pool.cli.keys import SECRETS, admin_key
 from gpu_worker_pool.cli.running.ssh import SSH_VARIABLE
 from gpu_worker_pool.config import VARIABLES, MultiEndpointConfigurationManager
+from gpu_worker_pool.config_file import KEYS, files, from_file, problems_in_files
 from gpu_worker_pool.environment import Environment
-from gpu_worker_pool.errors import LedgerUnusableError
-from gpu_worker_pool.gpu_server.settings import ServerSettings, read_environment
+from gpu_worker_pool.errors import LedgerUnusableError, PolicyError
+from gpu_worker_pool.gpu_server.settings import ServerSettings, alias_of, read_environment
+from gpu_worker_pool.leases.endpoint_choice import chosen_endpoints
+from gpu_worker_pool.leases.tokens import allows_insecure_key
+from gpu_worker_pool.ledger.policy_file import VARIABLE as POLICY
+from gpu_worker_pool.ledger.policy_file import policy_path, read_text
+from gpu_worker_pool.ledger.policy_text import parse_policy
 from gpu_worker_pool.state_directory import VARIABLE as STATE_DIRECTORY
 from gpu_worker_pool.state_directory import locate
 
@@ -28,10 +35,16 @@ _KNOWN_OTHERS: Final = (
     "GPU_POOL_LEASE_ENDPOINT",
     "GPU_POOL_RUN_MARK",
     "GPU_POOL_DEBUG",
+    "GPU_POOL_CONFIG",
 )
 #: Server settings that `local://` uses too.
 _WITHOUT_SERVER: Final = frozenset({"GPU_BACKEND", "GPU_POOL_STATE_DIR", "GPU_POOL_SOCKET", "GPU_SIMULATED_OUTSIDERS"})
-_ENDPOINTS: Final = ("GPU_STATS_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINT")
+_ENDPOINTS: Final = (
+    "GPU_POOL_ENDPOINT",
+    "GPU_STATS_SERVICE_ENDPOINTS",
+    "GPU_SERVICE_ENDPOINTS",
+    "GPU_SERVICE_ENDPOINT",
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,7 @@ class Setting:
     name: str
     #: The value in use; for a secret, whether it is set.
     value: str
-    #: `environment`, `.env` or `default`.
+    #: `environment`, the other name of the variable, `.env`, a configuration file, or `default`.
     source: str
     #: `client`, `command line`, `server`, or `server and local://`; `nobody` for an unknown name.
     used_by: str
@@ -48,7 +61,16 @@ class Setting:
 
 def all_settings() -> list[Setting]:
     found = [*_client_settings(), *_command_line_settings(), *_server_settings()]
-    return [*found, *_unknown({setting.name for setting in found})]
+    names = {setting.name for setting in found}
+    return [*found, *_configuration_files(), *_unknown(names | set(map(alias_of, names)))]
+
+
+def _configuration_files() -> Iterator[Setting]:
+    """What is wrong in them, by file."""
+    for file in files():
+        found = [problem for problem in problems_in_files() if problem.startswith(str(file))]
+        if found or os.path.exists(file):  # noqa: PTH110  # where it cannot be seen, it is none of ours
+            yield Setting(str(file), "", "configuration file", "client", "; ".join(found) or None)
 
 
 # --- the client's ---
@@ -60,15 +82,23 @@ def _client_settings() -> Iterator[Setting]:
     endpoints = ", ".join(f"{each.endpoint_id}={each.url}" for each in chosen_endpoints((), manager))
     environment = Environment(complain=problems.append)
     values = {variable.name: variable.read(environment) for variable in VARIABLES}
-    in_force = next((name for name in _ENDPOINTS if os.environ.get(name, "").strip()), None)
+    in_force = next((name for name in _ENDPOINTS if environment.text(name)), None)
     for name in _ENDPOINTS:
         value = endpoints if name == in_force or (in_force is None and name == _ENDPOINTS[-1]) else ""
-        if value == "" and _source(name, {}) == "environment":
+        if value == "" and _source(name, {}) != "default":
             value = f"not used: {in_force} comes first"
         yield Setting(name, value, _source(name, {}), "client", _problem_of(name, problems))
     for name, found in values.items():
         shown = _secret(found) if name in SECRETS else str(found)
         yield Setting(name, shown, _source(name, {}), "client", _problem_of(name, problems))
+    yield _fingerprints()
+
+
+def _fingerprints() -> Setting:
+    problems: list[str] = []
+    pins = Environment(complain=problems.append).get(FINGERPRINTS, None, parse_fingerprints) or ()
+    problem = _problem_of(FINGERPRINTS, problems)
+    return Setting(FINGERPRINTS, f"{len(pins)} fingerprints", _source(FINGERPRINTS, {}), "client", problem)
 
 
 def _command_line_settings() -> Iterator[Setting]:
@@ -91,9 +121,11 @@ def _server_settings() -> Iterator[Setting]:
     for field in fields(settings):
         name, value = field.name.upper(), getattr(settings, field.name)
         shown = _secret(value) if name in SECRETS else _shown(value)
-        problem = _problem_of(name, problems)
+        problem = _problem_of(name, problems) or _problem_of(alias_of(name), problems)
         if name == STATE_DIRECTORY:
             shown, problem = _state_directory(value)
+        elif name == POLICY:
+            shown, problem = _policy(value)
         used_by = "server and local://" if name in _WITHOUT_SERVER else "server"
         yield Setting(name, shown, _source(name, environment), used_by, problem)
     for problem in problems:
@@ -107,6 +139,19 @@ def _state_directory(chosen: str | None) -> tuple[str, str | None]:
         return str(locate(chosen).path), None
     except LedgerUnusableError as error:
         return _shown(chosen), str(error)
+
+
+def _policy(chosen: str | None) -> tuple[str, str | None]:
+    """The file that counts, and what is wrong with it."""
+    path = policy_path(chosen)
+    if path is None:
+        return _shown(chosen), None
+    shown = str(path) if chosen is None else f"{path}, which comes first" if str(path) != chosen else chosen
+    try:
+        parse_policy(read_text(path), str(path))
+    except PolicyError as error:
+        return shown, str(error)
+    return shown, None
 
 
 # --- unknown variables ---
@@ -126,8 +171,15 @@ def _unknown(known: set[str]) -> Iterator[Setting]:
 
 
 def _source(name: str, with_file: Mapping[str, str]) -> str:
+    alias = alias_of(name)
+    if alias != name and os.environ.get(alias, "").strip():
+        return alias
     if os.environ.get(name, "").strip():
         return "environment"
+    if name in KEYS.values() and (found := from_file(name)) is not None:
+        return str(found.file)
+    if alias != name and with_file.get(alias, "").strip():
+        return f".env, {alias}"
     return ".env" if with_file.get(name, "").strip() else "default"
 
 

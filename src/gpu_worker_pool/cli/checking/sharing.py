@@ -9,18 +9,21 @@ import stat
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.cli.checking import Finding
-from gpu_worker_pool.cli.endpoints import local_backend
-from gpu_worker_pool.errors import GPUWorkerPoolError, LedgerUnusableError
+from gpu_worker_pool.core.accounts import uid_of
+from gpu_worker_pool.errors import GPUWorkerPoolError, LedgerUnusableError, PolicyError
 from gpu_worker_pool.hardware.proc import user_name
+from gpu_worker_pool.leases.endpoint_choice import local_backend
 from gpu_worker_pool.ledger.host import ledger_path
+from gpu_worker_pool.ledger.policy_file import policy_path, read_text
+from gpu_worker_pool.ledger.policy_text import parse_policy
 from gpu_worker_pool.ledger.trial import try_ledger
 from gpu_worker_pool.state_directory import locate, own_directory, privacy_notice, repair_command, state_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from gpu_worker_pool.ledger.trial import Seen
+    from gpu_worker_pool.ledger.trial import LedgerUse
 
 LITTLE_SPACE_MB: Final = 50
 #: As many users are named; of more, the number is enough.
@@ -56,6 +59,7 @@ def check_sharing() -> Iterator[Finding]:
         yield Finding("wrong", "ledger", str(error))
         return
     yield Finding("ok", "ledger", f"{ledger.name}: {seen.held} leases, {seen.waiting} waiting")
+    yield from _policy(seen)
     if is_private:
         yield Finding("warning", SHARING, privacy_notice())
     else:
@@ -64,11 +68,27 @@ def check_sharing() -> Iterator[Finding]:
         yield from _left_behind(directory)
 
 
-def _who(directory: Path, seen: Seen) -> str:
-    uids = {int(text) for each in seen.accounts if (text := each.removeprefix("user:")).isdecimal() and text != each}
+def _policy(seen: LedgerUse) -> Iterator[Finding]:
+    """What limits the accounts: the host's file, else what a server has stored."""
+    path = policy_path(None)
+    if path is None:
+        if seen.policy is not None:
+            yield Finding("ok", "policy", f"{seen.policy}, as it was read last")
+        return
+    try:
+        parse_policy(read_text(path), str(path))
+    except PolicyError as error:
+        stays = "no policy is in force" if seen.policy is None else "the policy before it is in force"
+        yield Finding("wrong", "policy", f"{error}; {stays}", f"correct {path}: it is read again when it changes")
+    else:
+        yield Finding("ok", "policy", str(path))
+
+
+def _who(directory: Path, seen: LedgerUse) -> str:
+    uids = {uid for each in seen.accounts if (uid := uid_of(each)) is not None}
     others = [user_name(uid) for uid in uids if uid != os.getuid()]
-    others += [f"callers of the server ({each})" for each in seen.accounts if not each.startswith("user:")]
-    text = f"users seen beside you: {_listed(others)}"
+    others += [f"callers of the server ({each})" for each in seen.accounts if uid_of(each) is None]
+    text = f"users seen beside you: {listed(others)}"
     folder = directory.stat()
     if folder.st_mode & stat.S_IWOTH:
         return f"{text}; open to all users"
@@ -77,11 +97,11 @@ def _who(directory: Path, seen: Seen) -> str:
             group = grp.getgrgid(folder.st_gid)
         except KeyError:
             return f"{text}; group {folder.st_gid}, which has no name"
-        return f"{text}; group {group.gr_name}: {_listed(group.gr_mem)}"
+        return f"{text}; group {group.gr_name}: {listed(group.gr_mem)}"
     return f"{text}; only {user_name(folder.st_uid)} can write to it"
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     shown = sorted(set(names))
     return "none" if not shown else ", ".join(shown) if len(shown) <= MOST_NAMED else f"{len(shown)}"
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpu_worker_pool.cli.options import lease_options
 from gpu_worker_pool.cli.running.command import CommandOnGPU, check_command
 from gpu_worker_pool.cli.running.environment import named_variables
-from gpu_worker_pool.cli.running.lease_spec import LeaseSpec, worker_name
-from gpu_worker_pool.hardware.origin import program_of_command
+from gpu_worker_pool.hardware.origin import program_of_command, worker_name
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+    from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
     from gpu_worker_pool.cli.running.progress import Progress
+
+    # Older versions of click have no types for these.
+    _Action = click.ParamType[int | None]
+else:
+    _Action = click.ParamType
 
 
 def _complete_command(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -61,6 +67,23 @@ def _ends_with_option(word: str, takes_value: set[str]) -> bool:
     return first == len(word) - 1
 
 
+class YieldAction(_Action):
+    """The signal that the command gets; None: none."""
+
+    name = "ACTION"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value == "ignore" or not isinstance(value, str):
+            return None if value == "ignore" else value
+        if value == "terminate":
+            return signal.SIGTERM
+        name = value.removeprefix("signal=").upper().removeprefix("SIG")
+        found = getattr(signal, f"SIG{name}", None) if value.startswith("signal=") and name.isalnum() else None
+        if not isinstance(found, signal.Signals) or found in (signal.SIGKILL, signal.SIGSTOP):
+            self.fail(f"{value!r} is not terminate, ignore, or signal= with a name such as signal=USR1.", param, ctx)
+        return int(found)
+
+
 @click.command(
     cls=_RunCommand,
     # Options behind the command belong to the command.
@@ -90,6 +113,15 @@ was not granted in time (--timeout).
     show_default=True,
     help="What to do with the command if its lease is lost.",
 )
+@click.option(
+    "--on-yield",
+    type=YieldAction(),
+    default="ignore",
+    show_default=True,
+    metavar="terminate|ignore|signal=NAME",
+    help="What to do if somebody asks for the GPU back: a signal to the command, or nothing but a message.",
+)
+@click.option("--notify", metavar="CMD", help="When the GPU is granted, run CMD with a shell; nothing waits for it.")
 @click.argument(
     "command",
     nargs=-1,
@@ -112,6 +144,8 @@ def run(
     progress: Progress,
     uuids: bool,
     on_lost: str,
+    on_yield: int | None,
+    notify: str | None,
     command: tuple[str, ...],
     ssh: str | None,
     variables: tuple[str, ...],
@@ -139,6 +173,8 @@ def run(
         progress,
         by_uuid=uuids,
         terminates_when_lost=on_lost == "terminate",
+        yield_signal=on_yield,
+        notify=notify,
         more_variables=more_variables,
     ).run()
 

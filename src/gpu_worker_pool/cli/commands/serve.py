@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from typing import TYPE_CHECKING
 
 import click
 
 from gpu_worker_pool.cli.exits import CommandError
 from gpu_worker_pool.cli.output import printable
+
+if TYPE_CHECKING:
+    from gpu_worker_pool.gpu_server.settings import ServerSettings
 
 # Most options are named after the variable that they override.
 
@@ -36,7 +40,7 @@ ends the server.
 @click.option(
     "--backend",
     "GPU_BACKEND",
-    help="How to read the GPUs: auto, nvml, nvidia-smi, simulated:N.  [default: GPU_BACKEND]",
+    help="How to read the GPUs: auto, nvml, nvidia-smi, amd, simulated:N, or a package's.  [default: GPU_BACKEND]",
 )
 @click.option("--workers", "WORKERS", type=click.IntRange(1, 1024), metavar="N", help="Number of server processes.")
 @click.option(
@@ -47,6 +51,45 @@ ends the server.
     "GPU_POOL_SOCKET",
     metavar="PATH",
     help="Also listen on this Unix socket, which knows its users.  [default: GPU_POOL_SOCKET, else none]",
+)
+@click.option(
+    "--tls-cert",
+    "GPU_POOL_TLS_CERT",
+    metavar="FILE",
+    help="Serve https with this certificate (PEM); read again on SIGHUP. gpu-pool cert makes one.",
+)
+@click.option("--tls-key", "GPU_POOL_TLS_KEY", metavar="FILE", help="The key of the certificate (PEM).")
+@click.option(
+    "--fleet",
+    "GPU_POOL_FLEET_DATABASE",
+    metavar="URL",
+    help="Take part in the fleet of this PostgreSQL database, and be its dispatcher if need be. A password belongs "
+    "into the variable, or into PGPASSFILE.  [default: GPU_POOL_FLEET_DATABASE]",
+)
+@click.option(
+    "--join",
+    "GPU_POOL_FLEET_JOIN",
+    metavar="URL[,URL]",
+    help="Join the fleet of these servers, which have --fleet.  [default: GPU_POOL_FLEET_JOIN]",
+)
+@click.option(
+    "--fleet-key-file",
+    "GPU_POOL_FLEET_KEY_FILE",
+    metavar="FILE",
+    help="File with the fleet's key, the same on all hosts.  [default: GPU_POOL_FLEET_KEY_FILE]",
+)
+@click.option(
+    "--fleet-insecure",
+    "GPU_POOL_FLEET_INSECURE",
+    is_flag=True,
+    default=None,
+    help="Allow links over plain http to other hosts, which others on the network can read.",
+)
+@click.option(
+    "--url",
+    "GPU_POOL_URL",
+    metavar="URL",
+    help="The address at which other hosts reach this server.  [default: GPU_POOL_URL, else where it listens]",
 )
 @click.option(
     "--log-level",
@@ -62,7 +105,7 @@ def serve(*, simulate: int | None, **chosen: str | int | bool | None) -> None:
     """
     from gpu_worker_pool.errors import LedgerUnusableError
     from gpu_worker_pool.gpu_server.serving import serve
-    from gpu_worker_pool.gpu_server.settings import ServerSettings
+    from gpu_worker_pool.gpu_server.settings import ServerSettings, alias_of
     from gpu_worker_pool.hardware.readers.choose import check_backend
     from gpu_worker_pool.host_socket import parse_socket
     from gpu_worker_pool.state_directory import locate
@@ -77,6 +120,13 @@ def serve(*, simulate: int | None, **chosen: str | int | bool | None) -> None:
             check_backend(str(backend), "--backend")
         except ValueError as error:
             raise click.UsageError(f"{error}.") from None
+    if (database := chosen["GPU_POOL_FLEET_DATABASE"]) is not None:
+        from gpu_worker_pool.fleet.database_url import check_argument
+
+        try:
+            check_argument(str(database), "--fleet")
+        except ValueError as error:
+            raise click.UsageError(f"{error}.") from None
     if (path := chosen["GPU_POOL_SOCKET"]) is not None:
         try:
             parse_socket(str(path), "--socket")
@@ -87,12 +137,39 @@ def serve(*, simulate: int | None, **chosen: str | int | bool | None) -> None:
     except LedgerUnusableError as error:
         raise click.UsageError(f"{error}.") from None
     # Through the environment, because each worker process reads its settings itself.
-    os.environ.update({name: str(value) for name, value in chosen.items() if value is not None})
-    os.environ["RELOAD"] = "false"
+    chosen["RELOAD"] = "false"
+    for name, value in chosen.items():
+        if value is not None:  # an option wins over both names of its variable
+            os.environ[name] = os.environ[alias_of(name)] = str(value)
     # The application reads them again, and reports problems.
     settings = ServerSettings.from_environment(complain=lambda _: None)
-    _check_port(settings.host, settings.port)
+    _check_fleet(settings)
+    if not os.environ.get("LISTEN_FDS"):  # else systemd has it open
+        _check_port(settings.host, settings.port)
     serve(settings)
+
+
+def _check_fleet(settings: ServerSettings) -> None:
+    """A server that was to be in a fleet must not run outside it: what cannot be used ends it."""
+    wanted = ("GPU_POOL_FLEET_DATABASE", "GPU_POOL_FLEET_JOIN")
+    if not any(os.environ.get(name, "").strip() for name in wanted):
+        return
+    problems: list[str] = []
+    type(settings).from_environment(complain=problems.append)
+    for problem in problems:
+        if problem.startswith(("GPU_POOL_FLEET", "GPU_POOL_HOST_NAME", "GPU_POOL_URL")):
+            raise click.UsageError(f"{problem.removesuffix('; ignoring it')}.")
+    from gpu_worker_pool.fleet.store import StoreMismatch
+    from gpu_worker_pool.gpu_server.fleet.parts import check_database, check_settings
+
+    try:
+        check_settings(settings)
+    except ValueError as error:
+        raise click.UsageError(f"{error}.") from None
+    try:
+        check_database(settings)
+    except StoreMismatch as error:
+        raise CommandError(str(error)) from None
 
 
 def _check_port(host: str, port: int) -> None:

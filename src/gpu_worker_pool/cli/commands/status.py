@@ -24,7 +24,7 @@ def status(*, as_json: bool, endpoints: tuple[str, ...]) -> None:
     from gpu_worker_pool.cli.views import overview
     from gpu_worker_pool.cli.views.queries import check_answers, query_any
 
-    answers = query_any(endpoints, overview.everything_of)
+    answers = query_any(endpoints, overview.everything_of, is_every_host=True)
     if as_json:
         print_json(overview.as_json(answers))
     check_answers(answers)

@@ -13,12 +13,12 @@ import click
 from gpu_worker_pool.cli.options import json_option, lease_options
 from gpu_worker_pool.cli.running.environment import variables_of, visible_devices
 from gpu_worker_pool.cli.running.front import Front
-from gpu_worker_pool.cli.running.lease_spec import LeaseSpec, worker_name
 from gpu_worker_pool.cli.running.processes import calling_shell
-from gpu_worker_pool.hardware.origin import program_of_process
+from gpu_worker_pool.hardware.origin import program_of_process, worker_name
 from gpu_worker_pool.hardware.proc import process_stat
 
 if TYPE_CHECKING:
+    from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
     from gpu_worker_pool.cli.running.progress import Progress
 
 

@@ -48,7 +48,7 @@ class Steps:
     def __init__(self, say: Callable[[str], object], *, is_dry: bool = False) -> None:
         self.say = say
         self.is_dry = is_dry
-        self.count = 0
+        self.count: int = 0
 
     def do(self, verb: str, what: str, action: Callable[[], object]) -> None:
         self.count += 1

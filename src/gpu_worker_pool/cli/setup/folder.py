@@ -29,6 +29,9 @@ _OWN_FILES: Final = (
     (re.compile(r"ledger-[A-Za-z0-9._-]+-v\d+\.db-shm"), re.compile(rb"\x18\xe2\x2d\x00|\x00\x2d\xe2\x18|\x00{4}")),
     (re.compile(r"readings-[A-Za-z0-9._-]+-v\d+\.jsonl"), re.compile(rb'\{"boot"')),
     (re.compile(r"readings-[A-Za-z0-9._-]+-v\d+\.(lock|relief)"), re.compile(rb'\{"pid"')),
+    (re.compile(r"ledger-[A-Za-z0-9._-]+-v\d+\.identity"), re.compile(rb"\d+ \d+\n")),
+    (re.compile(r"usage-[A-Za-z0-9._-]+-v\d+\.jsonl(\.\d+)?"), re.compile(rb"\{")),
+    (re.compile(r"webhooks\.lock"), re.compile(rb"$")),
     (re.compile(r"warned-not-shared"), re.compile(rb"$")),
 )
 LEDGER: Final = re.compile(r"ledger-[A-Za-z0-9._-]+-v\d+\.db")

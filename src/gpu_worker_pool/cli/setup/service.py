@@ -22,7 +22,7 @@ ENVIRONMENT: Final = """\
 # `gpu-pool config` lists all. Only root can read this file, since keys belong here.
 # For other hosts:
 # HOST=0.0.0.0
-# GPU_POOL_API_KEYS=
+# GPU_POOL_API_KEYS=name:key
 # GPU_POOL_ADMIN_KEYS=
 """
 #: ProtectHome hides these.
@@ -44,6 +44,7 @@ After=network.target nvidia-persistenced.service
 [Service]
 Type=notify
 NotifyAccess=all
+WatchdogSec=60
 User={places.service_user}
 Group={group}
 UMask=0007
@@ -86,7 +87,8 @@ def _variables(options: Options) -> list[str]:
 
 
 def command_line(options: Options, places: Places) -> list[str]:
-    words = [sys.executable, "-m", "gpu_worker_pool", "serve"]
+    # -P: not what another user has put into the folder in which root types it.
+    words = [sys.executable, "-P", "-m", "gpu_worker_pool", "serve"]
     return [*words, "--socket", str(places.runtime / SOCKET_NAME)] if options.is_server_only else words
 
 

@@ -81,6 +81,7 @@ def try_ledgers(directory: Path, ledgers: Sequence[Path], people: Sequence[Perso
             os.waitpid(child.pid, 0)
         for suffix in ("", "-wal", "-shm"):
             trial.with_name(trial.name + suffix).unlink(missing_ok=True)
+        trial.with_suffix(".identity").unlink(missing_ok=True)
     return outcomes
 
 

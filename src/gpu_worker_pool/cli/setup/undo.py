@@ -24,7 +24,7 @@ from gpu_worker_pool.cli.setup.record import load_record, record_path
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core.settings import PoolSettings
 from gpu_worker_pool.errors import LedgerUnavailableError
-from gpu_worker_pool.hardware.processes import is_gone
+from gpu_worker_pool.hardware.processes import is_gone, is_holder_gone
 from gpu_worker_pool.ledger.sqlite import SQLiteLedger
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _in_use(pool: Pool) -> list[str]:
 
 
 def _lives(lease: Lease, now: float) -> bool:
-    if not lease.is_live or (lease.request.process and is_gone(lease.request.process)):
+    if not lease.is_live or (lease.request.process and is_holder_gone(lease.request)):
         return False
     return lease.expires_at is None or lease.expires_at > now
 

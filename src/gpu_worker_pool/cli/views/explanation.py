@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.cli.exits import CommandError, Status
 from gpu_worker_pool.cli.output import print_line
-from gpu_worker_pool.cli.running.services import requirements_of
 from gpu_worker_pool.cli.tables import print_table
 from gpu_worker_pool.cli.views.lists import print_failures
 from gpu_worker_pool.cli.views.queries import query
 from gpu_worker_pool.config import MultiEndpointConfigurationManager
 from gpu_worker_pool.leases.lease import requirements_at
+from gpu_worker_pool.leases.places import complete_requirements
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ def explanations(
 ) -> list[HostAnswer]:
     """One per endpoint that has an explanation."""
     try:
-        requirements = requirements_of(requirement_options, MultiEndpointConfigurationManager())
+        requirements = complete_requirements(requirement_options, MultiEndpointConfigurationManager())
     except ValueError as error:
         raise CommandError(str(error), Status.USAGE) from None
 
@@ -51,9 +51,16 @@ def print_explanations(found: Sequence[HostAnswer]) -> None:
         where = f"{each.endpoint.endpoint_id}: " if len(found) > 1 else ""
         print_line(f"{where}{body['summary']}")
         free = "free" if body.get("impossible") else "free: it could be granted now"
-        rows = [
-            ["?" if gpu["gpu_id"] is None else str(gpu["gpu_id"]), gpu["name"] or "?", text]
-            for gpu in body["gpus"]
-            for text in ("; ".join(obstacle["text"] for obstacle in gpu["obstacles"]) or free,)
-        ]
+        hosts: dict[str, int] = {}
+        rows = []
+        for gpu in body["gpus"]:
+            why = "; ".join(obstacle["text"] for obstacle in gpu["obstacles"]) or free
+            host = gpu.get("host")
+            if host is not None:
+                hosts[host] = hosts.get(host, 0) + (not gpu["obstacles"])
+            name = "?" if gpu["gpu_id"] is None else str(gpu["gpu_id"])
+            rows.append([name if host is None else f"{host}:{name}", gpu["name"] or "?", why])
+        for host, number in hosts.items():
+            count = sum(gpu.get("host") == host for gpu in body["gpus"])
+            print_line(f"{host}: {number} of {count} GPUs could serve it")
         print_table(("gpu", "name", "why not"), rows)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.api.client import ON_COMMAND_LINE, APIClient
 from gpu_worker_pool.api.transport import make_session
-from gpu_worker_pool.cli.keys import Tokens, admin_key, allows_insecure_key
+from gpu_worker_pool.cli.keys import admin_key
 from gpu_worker_pool.config import MultiEndpointConfigurationManager
 from gpu_worker_pool.errors import NotYourLeaseError, UnknownLeaseError
+from gpu_worker_pool.leases.tokens import Tokens, allows_insecure_key
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     import aiohttp
 
@@ -27,7 +28,51 @@ async def open_http_host(endpoint: EndpointConfig) -> AsyncIterator[HTTPHost]:
         yield HTTPHost(endpoint, session)
 
 
-class HTTPHost(APIClient):
+class ServerHost(APIClient):
+    """What a server does for the views, by whatever way it is reached."""
+
+    endpoint: EndpointConfig
+
+    def token_of(self, request_id: str) -> str | None:  # noqa: ARG002  # the server knows by itself who asks
+        """What proves that a request is this user's."""
+        return None
+
+    async def end_lease(self, lease_id: str) -> bool:
+        row = await self._row(lease_id)
+        if row is None:
+            return False
+        try:
+            await self.release(lease_id, self.token_of(row["request_id"] or ""))
+        except UnknownLeaseError:
+            return False
+        return True
+
+    async def ask_holder(self, lease_id: str, reason: str | None) -> bool:
+        try:
+            await self.ask_to_leave(lease_id, reason)
+        except UnknownLeaseError:
+            return False
+        return True
+
+    async def keep_lease(self, lease_id: str) -> bool:
+        row = await self._row(lease_id)
+        if row is None:
+            return False
+        token = self.token_of(row["request_id"] or "")
+        try:
+            await self.renew(lease_id, token, timeout_seconds=TIMEOUT_SECONDS, is_busy=True)
+        except UnknownLeaseError:
+            return False
+        return True
+
+    async def end_request(self, request_id: str) -> bool:
+        return await self.cancel(request_id, self.token_of(request_id))
+
+    async def _row(self, lease_id: str) -> dict[str, Any] | None:
+        return next((row for row in (await self.leases())["leases"] if row["lease_id"] == lease_id), None)
+
+
+class HTTPHost(ServerHost):
     def __init__(self, endpoint: EndpointConfig, session: aiohttp.ClientSession) -> None:
         admin = admin_key()
         super().__init__(
@@ -41,27 +86,29 @@ class HTTPHost(APIClient):
         )
         self.endpoint = endpoint
 
+    def token_of(self, request_id: str) -> str | None:
+        return Tokens().of(request_id)
+
     async def end_lease(self, lease_id: str) -> bool:
-        row = next((row for row in (await self.leases())["leases"] if row["lease_id"] == lease_id), None)
-        if row is None:
-            return False
-        try:
-            await self.release(lease_id, Tokens().of(row["request_id"] or ""))
-        except UnknownLeaseError:
-            return False
-        except NotYourLeaseError:
-            raise _not_yours(f"lease {lease_id}") from None
-        return True
+        with _explained(f"lease {lease_id}"):
+            return await super().end_lease(lease_id)
+
+    async def keep_lease(self, lease_id: str) -> bool:
+        with _explained(f"lease {lease_id}"):
+            return await super().keep_lease(lease_id)
 
     async def end_request(self, request_id: str) -> bool:
-        try:
-            return await self.cancel(request_id, Tokens().of(request_id))
-        except NotYourLeaseError:
-            raise _not_yours(f"request {request_id}") from None
+        with _explained(f"request {request_id}"):
+            return await super().end_request(request_id)
 
 
-def _not_yours(what: str) -> NotYourLeaseError:
-    return NotYourLeaseError(
-        f"{what} was not requested by you with gpu-pool on this host: its holder can release it, or an administrator, "
-        "with one of the server's GPU_POOL_ADMIN_KEYS in GPU_POOL_ADMIN_KEY"
-    )
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Say who may do it, where the server only says who may not."""
+    try:
+        yield
+    except NotYourLeaseError:
+        raise NotYourLeaseError(
+            f"{what} was not requested by you with gpu-pool on this host: its holder can release it, or an "
+            "administrator, with one of the server's GPU_POOL_ADMIN_KEYS in GPU_POOL_ADMIN_KEY"
+        ) from None

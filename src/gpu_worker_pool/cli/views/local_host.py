@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from gpu_worker_pool.api.gpu_rows import stats_body
 from gpu_worker_pool.api.lease_rows import explanation_body, lease_row, promises_of, queue_row
 from gpu_worker_pool.broker.local import LocalBroker, local_user
-from gpu_worker_pool.cli.endpoints import local_backend
-from gpu_worker_pool.cli.local_state import local_state_directory
 from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.core.accounts import uid_of
 from gpu_worker_pool.core.origins import name_of
 from gpu_worker_pool.errors import (
     LedgerUnavailableError,
@@ -23,9 +22,11 @@ from gpu_worker_pool.errors import (
 )
 from gpu_worker_pool.hardware.leasable import within_visible
 from gpu_worker_pool.hardware.origin import host_name
+from gpu_worker_pool.hardware.proc import user_name
 from gpu_worker_pool.hardware.samples import DriverAnswer
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
 from gpu_worker_pool.leases.around import lease_around
+from gpu_worker_pool.leases.endpoint_choice import local_backend, local_state_directory
 from gpu_worker_pool.leases.local import live_leases
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class LocalHost:
         if around is None:
             requirements = within_visible(requirements, gpus, VisibilityFilter(visible))
         within = None if around is None else around.lease_id
-        explanation = await _in_time(broker.explain_requirements(requirements, within))
+        explanation = await _in_time(broker.explain_requirements(requirements, within, local_user()))
         return explanation_body("", explanation, broker.index_of)
 
     async def end_lease(self, lease_id: str) -> bool:
@@ -110,6 +111,22 @@ class LocalHost:
             return False
         return True
 
+    async def ask_holder(self, lease_id: str, reason: str | None) -> bool:
+        who = f"{user_name(os.getuid())} asks for it"
+        try:
+            await self._host.broker.ask_to_leave(lease_id, f"{who}: {reason}" if reason else who)
+        except UnknownLeaseError:
+            return False
+        return True
+
+    async def keep_lease(self, lease_id: str) -> bool:
+        lease = next((lease for lease in await self._leases() if lease.lease_id == lease_id), None)
+        if lease is None:
+            return False
+        _check_ours(lease.request, f"lease {lease_id}")
+        await self._host.broker.renew(lease_id, None, is_busy=True)
+        return True
+
     async def end_request(self, request_id: str) -> bool:
         broker = self._host.broker
         waiting = next((each for each in await self._queue() if each.request.request_id == request_id), None)
@@ -121,10 +138,11 @@ class LocalHost:
     # --- what the answers are made from ---
 
     async def _leases(self) -> list[Lease]:
+        await _in_time(self._host.until_dead_holders_are_noticed())
         return await _in_time(self._host.broker.held())
 
     async def _queue(self) -> list[Waiting]:
-        return await _in_time(self._host.broker.queue())
+        return list(await _in_time(self._host.broker.queue()))
 
     async def _known_sample(self) -> HostSample | None:
         """Wait for readings; a list or an explanation also works without them."""
@@ -146,5 +164,6 @@ async def _in_time(reading: Awaitable[T]) -> T:
 def _check_ours(request: Request, what: str) -> None:
     if os.getuid() == 0 or request.account == local_user():
         return
-    whose = "another user's" if request.account.startswith("user:") else "that of a program that asked a server for it"
+    is_over_tcp = uid_of(request.account) is None
+    whose = "that of a program that asked a server for it" if is_over_tcp else "another user's"
     raise NotYourLeaseError(f"{what} is {whose}: ask them ({name_of(request, host_name())}), or root")

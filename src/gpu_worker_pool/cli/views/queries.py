@@ -6,10 +6,10 @@ import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from gpu_worker_pool.cli.endpoints import chosen_endpoints, is_local
 from gpu_worker_pool.cli.exits import CommandError, Status, status_of
 from gpu_worker_pool.errors import GPUWorkerPoolError
 from gpu_worker_pool.host_socket import socket_path
+from gpu_worker_pool.leases.endpoint_choice import chosen_endpoints, is_local
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -47,6 +47,12 @@ class Host(Protocol):
     async def end_lease(self, lease_id: str) -> bool:
         """False if there is no such lease."""
 
+    async def ask_holder(self, lease_id: str, reason: str | None) -> bool:
+        """Ask its holder to give it back; False if there is no such lease."""
+
+    async def keep_lease(self, lease_id: str) -> bool:
+        """Say that this user's lease is not idle; False if there is no such lease."""
+
     async def end_request(self, request_id: str) -> bool:
         """Take a request out of the queue; False if there is no such request."""
 
@@ -69,7 +75,8 @@ class HostAnswer(NamedTuple):
 
 
 @asynccontextmanager
-async def open_hosts(given: Sequence[str]) -> AsyncIterator[list[Host | Unopened]]:
+async def open_hosts(given: Sequence[str], *, is_every_host: bool = False) -> AsyncIterator[list[Host | Unopened]]:
+    """Several servers of one fleet are one; `is_every_host`: all hosts of their fleet, each for itself."""
     async with AsyncExitStack() as stack:
         hosts: list[Host | Unopened] = []
         for endpoint in _endpoints(given):
@@ -77,6 +84,10 @@ async def open_hosts(given: Sequence[str]) -> AsyncIterator[list[Host | Unopened
                 hosts.append(await stack.enter_async_context(_open(endpoint)))
             except GPUWorkerPoolError as error:
                 hosts.append(Unopened(endpoint, error))
+        if any(not isinstance(host, Unopened) and not is_local(host.endpoint) for host in hosts):
+            from gpu_worker_pool.cli.views.fleet_hosts import one_per_fleet
+
+            hosts = await one_per_fleet(hosts, stack, is_every_host=is_every_host)
         yield hosts
 
 
@@ -136,11 +147,13 @@ def query(given: Sequence[str], query: Callable[[Host], Awaitable[T]]) -> list[H
     return answers
 
 
-def query_any(given: Sequence[str], query: Callable[[Host], Awaitable[T]]) -> list[HostAnswer]:
+def query_any(
+    given: Sequence[str], query: Callable[[Host], Awaitable[T]], *, is_every_host: bool = False
+) -> list[HostAnswer]:
     """Open the endpoints, query them, close them."""
 
     async def run() -> list[HostAnswer]:
-        async with open_hosts(given) as hosts:
+        async with open_hosts(given, is_every_host=is_every_host) as hosts:
             return await query_hosts(hosts, query)
 
     return asyncio.run(run())

@@ -6,12 +6,10 @@ import os
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from gpu_worker_pool.api.client import APIClient
 from gpu_worker_pool.api.transport import make_session
 from gpu_worker_pool.api.unix_socket import SOCKET_URL
 from gpu_worker_pool.cli.keys import admin_key
-from gpu_worker_pool.cli.views.http_host import TIMEOUT_SECONDS
-from gpu_worker_pool.errors import UnknownLeaseError
+from gpu_worker_pool.cli.views.http_host import TIMEOUT_SECONDS, ServerHost
 from gpu_worker_pool.hardware.leasable import within_visible
 from gpu_worker_pool.hardware.visibility import VisibilityFilter
 
@@ -31,7 +29,7 @@ async def open_socket_host(endpoint: EndpointConfig, path: str) -> AsyncIterator
         yield SocketHost(endpoint, session)
 
 
-class SocketHost(APIClient):
+class SocketHost(ServerHost):
     def __init__(self, endpoint: EndpointConfig, session: aiohttp.ClientSession) -> None:
         super().__init__(
             SOCKET_URL,
@@ -49,15 +47,3 @@ class SocketHost(APIClient):
         if visible is not None:
             requirements = within_visible(requirements, await self.devices(), VisibilityFilter(visible))
         return await super().explain_requirements(requirements)
-
-    async def end_lease(self, lease_id: str) -> bool:
-        if all(row["lease_id"] != lease_id for row in (await self.leases())["leases"]):
-            return False
-        try:
-            await self.release(lease_id, None)
-        except UnknownLeaseError:
-            return False
-        return True
-
-    async def end_request(self, request_id: str) -> bool:
-        return await self.cancel(request_id, None)
