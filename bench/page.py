@@ -9,16 +9,19 @@ import json
 import os
 import random
 import shutil
+import socket
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from playwright.sync_api import sync_playwright
@@ -121,6 +124,25 @@ def cpu_seconds_of_browsers() -> Counter[str]:
     return spent
 
 
+def bytes_of_first_events(url: str) -> int:
+    """What a browser receives of `/events` until every GPU can be shown."""
+    address = urlsplit(url)
+    unpack = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    text, head = b"", b""
+    with socket.create_connection((address.hostname or "", address.port or 80), timeout=10) as connection:
+        connection.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\nAccept-Encoding: gzip\r\n\r\n")
+        reply = connection.makefile("rb")
+        while (line := reply.readline()) != b"\r\n":
+            head += line
+        received = len(head) + 2
+        assert b"gzip" in head
+        while b"event: snapshot" not in text or not text.endswith(b"\n\n"):
+            size = int(length := reply.readline(), 16)
+            text += unpack.decompress(reply.read(size + 2)[:-2])
+            received += len(length) + size + 2
+    return received
+
+
 def measure(url: str, chromium: str) -> tuple[int, Counter[str], float]:
     """Bytes until everything is shown, CPU seconds afterwards, and the duration of that."""
     with sync_playwright() as playwright:
@@ -128,13 +150,8 @@ def measure(url: str, chromium: str) -> tuple[int, Counter[str], float]:
         page = browser.new_page(viewport={"width": 1920, "height": 1080})
         devtools = page.context.new_cdp_session(page)
         urls: dict[str, str] = {}
-        received: Counter[str] = Counter()
-        is_shown = False
-
-        def arrived(event: dict[str, Any]) -> None:
-            # The stream never ends: count only what arrives before the GPUs are shown.
-            if urls.get(event["requestId"], "").endswith("/events") and not is_shown:
-                received["/events"] += event["encodedDataLength"] or event["dataLength"]
+        # The stream never ends, and of an open one the browser reports its unpacked size only.
+        received = Counter({"/events": bytes_of_first_events(url)})
 
         def finished(event: dict[str, Any]) -> None:
             received[urls.get(event["requestId"], "?").removeprefix(url)] += event["encodedDataLength"]
@@ -142,12 +159,10 @@ def measure(url: str, chromium: str) -> tuple[int, Counter[str], float]:
         devtools.on(
             "Network.requestWillBeSent", lambda event: urls.update({event["requestId"]: event["request"]["url"]})
         )
-        devtools.on("Network.dataReceived", arrived)
         devtools.on("Network.loadingFinished", finished)
         devtools.send("Network.enable")
         page.goto(f"{url}/dashboard")
         page.wait_for_selector(f".gpu[data-gpu='{GPUS - 1}']")
-        is_shown = True
         deadline = time.monotonic() + 10
         while not any("history" in path for path in received) and time.monotonic() < deadline:
             page.wait_for_timeout(20)

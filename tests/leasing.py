@@ -53,7 +53,7 @@ async def is_clean(*servers: ServerProcess) -> None:
     await until(lambda: not any(leases(server) or queue(server) for server in servers))
 
 
-async def until(look: Callable[[], object], within_seconds: float = 15.0) -> None:
+async def until(look: Callable[[], object], within_seconds: float = 40.0) -> None:
     async with asyncio.timeout(within_seconds):
         while not look():
             await asyncio.sleep(0.02)

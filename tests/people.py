@@ -1,7 +1,7 @@
 """Real users of this host, made for a test and removed after it, and programs that run as them.
 
 A program imports everything as root first, since the interpreter and this checkout need not be readable for others, and
-then becomes the user for good. The shared folder of these programs is the test's own, never the host's.
+then becomes the user for good. The shared folder and the policy of these programs are the test's own, never the host's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ for found in pkgutil.walk_packages(gpu_worker_pool.__path__, "gpu_worker_pool.")
     if found.name.split(".")[1] in rooms:
         importlib.import_module(found.name)
 gpu_worker_pool.GPUWorkerPoolClient
+if os.environ["GPU_BACKEND"] == "nvml":
+    import pynvml
 gpu_worker_pool.state_directory.SHARED_DIRECTORY = Path(sys.argv[1])
+gpu_worker_pool.ledger.policy_file.HOST_FILE = Path(sys.argv[1]).with_name("policy.toml")
 if sys.argv[2] != "root":
     user = pwd.getpwnam(sys.argv[2])
     os.setgroups(os.getgrouplist(user.pw_name, user.pw_gid))

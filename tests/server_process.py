@@ -7,12 +7,14 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from email.message import Message
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -43,10 +45,24 @@ _OURS = [
     "GPU_POOL_HOSTS",
     "GPU_POOL_IDLE_AFTER",
     "GPU_POOL_MOST_WAITING",
+    "GPU_POOL_POLICY",
+    "GPU_POOL_MOST_LEASES_OF_A_CALLER",
+    "GPU_POOL_MOST_LEASES",
     "GPU_POOL_PEERS",
     "GPU_POOL_SOCKET",
+    "GPU_POOL_TLS_CERT",
+    "GPU_POOL_TLS_KEY",
+    "GPU_POOL_FLEET_DATABASE",
+    "GPU_POOL_FLEET_JOIN",
+    "GPU_POOL_FLEET_KEY_FILE",
+    "GPU_POOL_FLEET_INSECURE",
+    "GPU_POOL_FLEET_STRATEGY",
+    "GPU_POOL_HOST_NAME",
+    "GPU_POOL_URL",
 ]
 START_SECONDS = 30.0
+_ANY_CERTIFICATE = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+_ANY_CERTIFICATE.check_hostname, _ANY_CERTIFICATE.verify_mode = False, ssl.CERT_NONE
 
 
 def free_port() -> int:
@@ -57,7 +73,7 @@ def free_port() -> int:
 
 class Reply(NamedTuple):
     status: int
-    headers: Mapping[str, str]
+    headers: Message[str, str]
     body: bytes
 
     @property
@@ -71,14 +87,25 @@ class Reply(NamedTuple):
 class ServerProcess:
     """`with ServerProcess(tmp_path, GPU_BACKEND="simulated:4") as server: server.get("/health")`."""
 
-    def __init__(self, folder: Path, *, arguments: Sequence[str] = (), wait: bool = True, **env: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        arguments: Sequence[str] = (),
+        wait: bool = True,
+        prefix: Sequence[str] = (),
+        address: str = "127.0.0.1",
+        **env: str,
+    ) -> None:
+        """`prefix`: before the command, such as one that enters a network namespace with this `address`."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.address, self._command_prefix = address, prefix
         self.port = free_port()
         self.prefix = env.get("API_PREFIX", "")
         inherited = {name: value for name, value in os.environ.items() if name not in _OURS}
         own = {
-            "HOST": "127.0.0.1",
+            "HOST": address,
             "PORT": str(self.port),
             "RELOAD": "false",
             "GPU_POOL_STATE_DIR": str(folder / "state"),
@@ -104,7 +131,7 @@ class ServerProcess:
         arguments = [argument.replace("{port}", str(self.port)) for argument in self._arguments]
         with self._log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [*self._command_prefix, sys.executable, *arguments],
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
@@ -128,7 +155,8 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}{self.prefix}"
+        scheme = "https" if "GPU_POOL_TLS_CERT" in self.environment else "http"
+        return f"{scheme}://{self.address}:{self.port}{self.prefix}"
 
     def get(self, path: str, *, method: str = "GET", timeout: float = 10, **headers: str) -> Reply:
         return self.ask(method, path, headers=headers, timeout=timeout)
@@ -150,7 +178,7 @@ class ServerProcess:
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, sent, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as reply:
+            with urllib.request.urlopen(request, timeout=timeout, context=_ANY_CERTIFICATE) as reply:
                 return Reply(reply.status, reply.headers, reply.read())
         except urllib.error.HTTPError as error:
             with error:

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import pytest
 
 # Imported before the fork: other users may not be able to read the files.
+import gpu_worker_pool.cli.checking.diagnosis
+import gpu_worker_pool.cli.commands.doctor
 import gpu_worker_pool.cli.commands.leases
 import gpu_worker_pool.cli.commands.queue
 import gpu_worker_pool.cli.commands.release

@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -102,10 +103,21 @@ async def run_in_a_loop(code: CodeType, names: dict[str, Any], job: Job, needs: 
 
 async def try_out(client: GPUWorkerPoolClient) -> None:
     async with client:
-        await client.release_gpu(await client.request_gpu(timeout=10.0))
+        await client.release_gpu(await client.request_gpu(timeout=45))
+
+
+def run_as_a_script(text: str) -> None:
+    """A program with worker processes: they import it, so that it must be a file."""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write(text)
+        script.flush()
+        subprocess.run([sys.executable, script.name], check=True, timeout=LONGEST_SECONDS)
 
 
 def run(text: str, job: Job) -> None:
+    if "GPUProcessPoolExecutor" in text:
+        run_as_a_script(text)
+        return
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(job.get("prelude", ""), names)  # noqa: S102
     code = compiled(text)

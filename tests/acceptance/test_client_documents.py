@@ -1004,7 +1004,7 @@ async def test_a_server_is_given_up_after_its_retries() -> None:
             assert await client.trigger_endpoint_recovery("sick")
             await until(lambda: breaker()["state"] == "closed")
             assert len(server.requests) == 4, "one probe"
-            assert (await client.request_gpu(timeout=5)).gpu_id == "sick:0"
+            assert (await client.request_gpu(timeout=45)).gpu_id == "sick:0"
 
 
 async def test_the_printed_summary_is_the_documented_one(
@@ -1083,7 +1083,7 @@ async def test_a_silent_endpoint_delays_no_other(servers: list[ServerProcess]) -
         urls = [f"mute={mute.url}", f"well={servers[0].url}"]
         async with GPUWorkerPoolClient(service_endpoints=urls, polling_interval=0.2, environ={}) as client:
             begun = time.monotonic()
-            assignment = await client.request_gpu(timeout=5)
+            assignment = await client.request_gpu(timeout=45)
             assert time.monotonic() - begun < 1
             assert str(assignment.gpu_id).startswith("well:")
 

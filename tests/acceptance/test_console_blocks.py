@@ -1,7 +1,8 @@
 """Every command that a page shows is typed into a real shell, on a host with simulated GPUs and a server on port 8000's
 place. What cannot be run says why, in a comment before its block; those are counted, and listed by `-rs`.
 
-`SERVER.md` has a runner of its own, `test_server_examples.py`: its commands start servers and ask them.
+`SERVER.md` has a runner of its own, `test_server_examples.py`: its commands start servers and ask them. `FLEET.md` has
+one, too, in `tests/fleet`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import pytest
 from tests.server_process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "SERVER.md")]
+#: They have runners of their own.
+RUN_ELSEWHERE = {"SERVER.md", "FLEET.md"}
+PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in RUN_ELSEWHERE)]
 #: Blocks that say why they are not run. Whoever adds one raises this, and is asked why in review.
-NOT_RUN = 7
+NOT_RUN = 10
 SECONDS = 40
 #: Programs that the recipes name and this machine may not have.
 NAMED_PROGRAMS = ROOT / "tests" / "fakes" / "programs"

@@ -81,6 +81,8 @@ def test_the_browser_is_told_to_fetch_nothing_from_elsewhere(server: ServerProce
     policy = content_policy(server, page)
     assert policy["default-src"] == ["'self'"]
     allowed = {"'self'", "'unsafe-inline'", "data:", "blob:"}
+    for name in ("frame-ancestors", "base-uri", "form-action"):  # not for fetching
+        assert policy.pop(name) == ["'none'"]
     assert {source for sources in policy.values() for source in sources} <= allowed
     # What has no line of its own goes by default-src: fetches, fonts and frames.
     assert policy.keys().isdisjoint({"connect-src", "font-src", "frame-src"})

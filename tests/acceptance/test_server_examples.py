@@ -24,7 +24,7 @@ from tests.server_process import ServerProcess
 from tests.waiting import eventually
 
 import gpu_worker_pool
-from gpu_worker_pool.gpu_server import ServerSettings, responses, schemas
+from gpu_worker_pool.gpu_server import ServerSettings, responses, schemas, security
 from gpu_worker_pool.gpu_server.leases import schemas as lease_schemas
 from gpu_worker_pool.gpu_server.settings import read_environment
 from gpu_worker_pool.hardware.readers.choose import make_reader
@@ -48,6 +48,7 @@ VOLATILE = (
     "granted_at",
     "expires_at",
     "expires_in_seconds",
+    "waited_seconds",
     "GPU_POOL_LEASE_ID",
     "token",
 )
@@ -412,7 +413,7 @@ def test_every_variable_is_in_its_table_with_its_default() -> None:
     del fields["GPU_POOL_STATE_DIR"]  # its default is a search, and has a section of its own
     for name, default in fields.items():
         said = rows[name][1].strip("`")
-        shown = {"true": True, "empty": "", "not set": None, "none": ()}.get(said, said)
+        shown = {"true": True, "false": False, "empty": "", "not set": None, "none": ()}.get(said, said)
         assert shown == default or said == str(default), name
 
 
@@ -447,7 +448,9 @@ def refusals_in_code() -> set[tuple[int, str]]:
             if node.func.id == "Refusal" and len(given) >= 2:
                 found.add((given[0], given[1]))
             elif node.func.id == "_unauthorized":
-                found.add((401, given[0]))
+                error = node.args[0]  # a text, or the name of one
+                text = getattr(security, error.id) if isinstance(error, ast.Name) else ast.literal_eval(error)
+                found.add((401, text))
     return {(status, code) for status, code in found if isinstance(code, str)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import re
 import subprocess
@@ -24,6 +25,8 @@ ROUTES = {
     "/gpu/summary",
     "/gpu/history",
     "/health",
+    "/livez",
+    "/readyz",
     "/metrics",
     "/events",
 }
@@ -32,9 +35,15 @@ LEASE_ROUTES = {
     "/leases": {"get", "post"},
     "/leases/{lease_id}": {"get", "delete"},
     "/leases/{lease_id}/renew": {"post"},
+    "/leases/{lease_id}/yield": {"post"},
     "/queue": {"get"},
     "/explain": {"post"},
     "/queue/{request_id}": {"get", "delete"},
+    "/fleet": {"get"},
+    "/fleet/link": {"get"},
+    "/fleet/hosts/{host}": {"delete"},
+    "/fleet/hosts/{host}/drain": {"post"},
+    "/fleet/hosts/{host}/undrain": {"post"},
 }
 OPERATIONS = len(ROUTES) + sum(len(methods) for methods in LEASE_ROUTES.values())
 #: What may wait for half a minute is not waited for.
@@ -42,12 +51,49 @@ HOOKS = """
 import schemathesis
 
 @schemathesis.hook
-def map_body(context, body):
-    wait = body.get("wait_seconds") if isinstance(body, dict) else None
+def before_call(context, case, kwargs):
+    wait = case.body.get("wait_seconds") if isinstance(case.body, dict) else None
     if isinstance(wait, (int, float)) and 0.1 < wait <= 30:
-        body["wait_seconds"] = 0.1
-    return body
+        case.body["wait_seconds"] = 0.1
+
+@schemathesis.hook
+def map_path_parameters(context, path_parameters):
+    # Every other one ends with what a regular expression, a log or a terminal may trip over.
+    for name, value in (path_parameters or {}).items():
+        if isinstance(value, str) and len(value) % 2:
+            path_parameters[name] = value + "\\n\\r\\x00\\x1b\\x7f\\x85\\u2028\\u202e"[len(value) // 2 % 8]
+    return path_parameters
 """
+#: Generated clients call their functions so.
+OPERATION_IDS = {
+    "get_home": "GET /",
+    "get_config": "GET /config",
+    "get_gpu_stats": "GET /gpu/stats",
+    "get_gpu_count": "GET /gpu/count",
+    "get_gpu_summary": "GET /gpu/summary",
+    "get_gpu_history": "GET /gpu/history",
+    "get_health": "GET /health",
+    "get_liveness": "GET /livez",
+    "get_readiness": "GET /readyz",
+    "get_metrics": "GET /metrics",
+    "stream_events": "GET /events",
+    "acquire_lease": "POST /leases",
+    "list_leases": "GET /leases",
+    "get_lease": "GET /leases/{lease_id}",
+    "renew_lease": "POST /leases/{lease_id}/renew",
+    "yield_lease": "POST /leases/{lease_id}/yield",
+    "release_lease": "DELETE /leases/{lease_id}",
+    "list_queue": "GET /queue",
+    "explain_request": "GET /queue/{request_id}",
+    "cancel_request": "DELETE /queue/{request_id}",
+    "explain_requirements": "POST /explain",
+    "get_fleet": "GET /fleet",
+    "link_to_fleet": "GET /fleet/link",
+    "drain_host": "POST /fleet/hosts/{host}/drain",
+    "undrain_host": "POST /fleet/hosts/{host}/undrain",
+    "remove_host": "DELETE /fleet/hosts/{host}",
+}
+CONTROL_CHARACTERS = ("%00", "%0A", "%0D", "%1B%5B2J", "%7F", "%C2%85", "%E2%80%A8", "%E2%80%AE")
 #: Never ends, so that Schemathesis would wait for ever; it has tests of its own here.
 ENDLESS = "/events"
 
@@ -120,8 +166,12 @@ def test_every_route_is_in_the_schema(schema_and_port: Any) -> None:
     assert schema["info"]["version"] == "1.0.0"
     assert schema["info"]["description"].startswith("A server that provides GPU statistics")
     # Those are the documented defaults of TITLE and VERSION; the lease API says what it is.
-    (leases,) = schema["tags"]
+    leases, *others = schema["tags"]
     assert leases["name"] == "leases"
+    assert [tag["name"] for tag in others] == ["gpus", "server"]
+    assert {name for each in schema["paths"].values() for one in each.values() for name in one["tags"]} == {
+        tag["name"] for tag in schema["tags"]
+    }
     assert f"gpu-worker-pool {__version__}" in leases["description"]
     assert all(operation["tags"] == ["leases"] for path in LEASE_ROUTES for operation in schema["paths"][path].values())
     for path, operations in schema["paths"].items():
@@ -129,6 +179,49 @@ def test_every_route_is_in_the_schema(schema_and_port: Any) -> None:
     for path in ("/gpu/stats", "/gpu/count", "/gpu/summary", "/gpu/history"):
         problem = schema["paths"][path]["get"]["responses"]["503"]["content"]["application/json"]["schema"]
         assert problem == {"$ref": "#/components/schemas/Problem"}
+
+
+def test_operations_have_names_that_stay_and_every_reference_leads_somewhere(schema_and_port: Any) -> None:
+    schema, _ = schema_and_port
+    assert {
+        operation["operationId"]: f"{method.upper()} {path}"
+        for path, operations in schema["paths"].items()
+        for method, operation in operations.items()
+    } == OPERATION_IDS
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(schema)))
+    assert references <= schema["components"]["schemas"].keys()
+    assert {"LeaseRequest", "HolderBody", "EnclosingLease", "RequirementsBody"} <= references
+    assert "$defs" not in json.dumps(schema)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("DELETE", "/gpu/stats", 405),
+        ("GET", "/gpu/history?limit=x", 422),
+        ("GET", "/leases/lease-9", 404),
+        ("POST", "/leases", 415),
+        ("GET", "/leases%0A", 404),
+    ],
+)
+def test_every_error_is_a_problem_for_those_who_know_them(
+    schema_and_port: Any, method: str, path: str, status: int
+) -> None:
+    _, port = schema_and_port
+    for accept, kind in (
+        ("application/problem+json, application/json;q=0.5", "application/problem+json"),
+        ("*/*", "application/json"),
+    ):
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+            connection.request(method, path, headers={"Accept": accept})
+            reply = connection.getresponse()
+            assert (reply.status, reply.getheader("content-type")) == (status, kind)
+            body = json.loads(reply.read())
+        assert body["status"] == status
+        assert body["type"] == f"urn:gpu-worker-pool:{body['error']}"
+        assert body["title"]
+        assert body["detail"]
 
 
 def test_the_stream_is_described_as_what_it_is(schema_and_port: Any) -> None:
@@ -172,3 +265,16 @@ def test_head_ends_and_leaves_the_connection_usable(schema_and_port: Any, path: 
         reply = connection.getresponse()
         assert reply.status == 200
         reply.close()
+
+
+@pytest.mark.parametrize("character", CONTROL_CHARACTERS)
+def test_paths_with_control_characters_do_not_exist(schema_and_port: Any, character: str) -> None:
+    schema, port = schema_and_port
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        for path, operations in schema["paths"].items():
+            for method in operations:
+                for asked in (path.replace("{", "").replace("}", "") + character, f"{path[:2]}{character}{path[2:]}"):
+                    connection.request(method.upper(), asked.replace("{", "").replace("}", ""))
+                    reply = connection.getresponse()
+                    assert reply.status in (404, 422), (method, asked, reply.read())
+                    assert b"detail" in reply.read()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core import ANY_GPU, Request
-from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting, with_new_id
+from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting, YieldNotice, with_new_id
 
 
 @dataclass
@@ -60,9 +60,10 @@ class FakeLeaseService:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> None:
+    async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> YieldNotice | None:
         assert timeout_seconds > 0
         await self._called("renew", lease.request.request_id)
+        return None
 
     async def release(self, lease: HeldLease) -> None:
         await self._called("release", lease.request.request_id)
@@ -71,6 +72,9 @@ class FakeLeaseService:
     async def cancel(self, request: Request) -> None:
         await self._called("cancel", request.request_id)
         self.held.pop(request.request_id, None)
+
+    async def has_waiting(self) -> bool:
+        return not self.granting
 
     async def rest(self) -> None:
         self.calls.append(("rest", ""))

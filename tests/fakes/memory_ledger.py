@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpu_worker_pool.clocks import LoopClock
 from gpu_worker_pool.core import Effect, Event, Pool, PoolSettings, Ticked, WakeAt
 from gpu_worker_pool.errors import LedgerUnavailableError
 from gpu_worker_pool.ledger import Committed, OnCommit, Question
 from gpu_worker_pool.ledger.change_tracker import ChangeTracker
+from gpu_worker_pool.ledger.policy_file import PolicyInForce
+from gpu_worker_pool.ledger.usage_files import UsageRead
 
 if TYPE_CHECKING:
     from gpu_worker_pool.clocks import Clock, Timer
@@ -33,6 +35,20 @@ class MemoryLedger:
         self._pool = Pool(settings, self._requests)
         self._timer: Timer | None = None
         self._is_closed = False
+
+    @property
+    def problem(self) -> str | None:
+        return None
+
+    @property
+    def policy(self) -> PolicyInForce:
+        return PolicyInForce()
+
+    async def totals(self) -> dict[str, Any]:
+        return {}
+
+    async def usage(self, begin: float, keep: object = None) -> UsageRead:  # noqa: ARG002
+        return UsageRead()
 
     async def submit(self, event: Event) -> tuple[Effect, ...]:
         return self._apply(event)

@@ -316,6 +316,31 @@ int nvmlDeviceGetGraphicsRunningProcesses_v2(section *device, unsigned *count, p
     return nvmlDeviceGetGraphicsRunningProcesses_v3(device, count, found);
 }
 
+/* --- how far two GPUs are: `distance_<index of the other> <n>`, with 0 for NVLink, else as NVML counts --- */
+
+static int ask_distance(section *device, section *other, const char *call, unsigned *distance) {
+    char text[MAX_TEXT], key[32];
+    unsigned index = 0;
+    for (section *each = sections + 1; each < other; each++) index += each->kind == GPU;
+    snprintf(key, sizeof key, "distance_%u", index);
+    begin(call);
+    int result = look_up(device, call, 0, text);
+    if (result == NOT_SUPPORTED) result = look_up(device, key, 0, text);
+    if (result == OK) *distance = (unsigned)strtoul(text, NULL, 10);
+    return result;
+}
+
+int nvmlDeviceGetP2PStatus(section *device, section *other, unsigned which, unsigned *status) {
+    unsigned distance = 0;
+    int result = which == 2 ? ask_distance(device, other, "p2p", &distance) : INVALID_ARGUMENT;
+    if (result == OK) *status = distance ? 5 : 0; /* not supported, or fine */
+    return result;
+}
+
+int nvmlDeviceGetTopologyCommonAncestor(section *device, section *other, unsigned *level) {
+    return ask_distance(device, other, "topology", level);
+}
+
 /* --- MIG: the `mig` sections that follow a `gpu` are its slots, in order --- */
 
 int nvmlDeviceGetMigMode(section *device, unsigned *current, unsigned *pending) {
@@ -343,3 +368,10 @@ int nvmlDeviceGetMigDeviceHandleByIndex(section *device, unsigned index, section
 int nvmlDeviceGetGpuInstanceId(section *mig, unsigned *id) { return ask_number(mig, "gpu_instance", id); }
 
 int nvmlDeviceGetComputeInstanceId(section *mig, unsigned *id) { return ask_number(mig, "compute_instance", id); }
+
+/* Drivers since 2026 have it; nothing here calls it. */
+int nvmlDeviceSetMemoryLimits_v1(section *device, void *limits) {
+    (void)device;
+    (void)limits;
+    return 3;
+}

@@ -97,6 +97,8 @@ class FakeGPU(FakeDevice):
     #: None on a GPU that has no MIG.
     mig_enabled: bool | None = False
     mig_devices: list[FakeMIGDevice] = field(default_factory=list)
+    #: By the index of another GPU: 0 for NVLink, else NVML's number of what is between them.
+    distances: dict[int, int] = field(default_factory=dict)
 
     def lines(self) -> dict[str, object]:
         return {
@@ -109,6 +111,7 @@ class FakeGPU(FakeDevice):
             "ecc": self.ecc_uncorrected_errors,
             "recovery_action": self.recovery_action,
             "mig_mode": None if self.mig_enabled is None else int(self.mig_enabled),
+            **{f"distance_{index}": distance for index, distance in self.distances.items()},
         }
 
 

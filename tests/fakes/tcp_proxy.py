@@ -68,7 +68,7 @@ class TCPProxy:
             thread.start()
 
     def _serve(self, client: socket.socket) -> None:
-        with client, socket.create_connection(self._to, timeout=10) as server, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), client, socket.create_connection(self._to, timeout=10) as server:
             server.settimeout(LONGEST_SECONDS)
             self._open |= {client, server}
             #: Whether the last request is one of those.

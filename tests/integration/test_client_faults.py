@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,6 +90,7 @@ async def load(client: GPUWorkerPoolClient, workers: int = 30) -> AsyncIterator[
         assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
 
 
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("coordination", ["local", "leases"])
 @pytest.mark.parametrize("how", ["killed", "paused"])
 async def test_one_endpoint_fails_and_the_others_go_on(
@@ -161,9 +163,9 @@ async def test_all_fail_and_requests_wait_until_one_returns(servers: list[Server
             "a (http://127.0.0.1",
             "b (http://127.0.0.1",
             "connection refused",
-            "which waited 0.1 s for one GPU",
         ):
             assert part in str(caught.value)
+        assert re.search(r"which waited [0-9.]+ s for one GPU", str(caught.value))
         await asyncio.to_thread(servers[1].start)
         assert await client.trigger_endpoint_recovery("b")
         for task in (waiting, retried):
@@ -254,6 +256,7 @@ def asking(liar: Liar, **settings: Any) -> GPUWorkerPoolClient:
     return GPUWorkerPoolClient(service_endpoint=liar.url, environ={}, **settings)
 
 
+@pytest.mark.fault(20)
 async def test_a_bad_field_spoils_its_gpu_only(liar: Liar) -> None:
     liar.rows(
         row(0, utilization_percent=250),
@@ -268,6 +271,7 @@ async def test_a_bad_field_spoils_its_gpu_only(liar: Liar) -> None:
             await client.request_gpu(timeout=0.1)
 
 
+@pytest.mark.fault(21)
 async def test_a_gpu_listed_twice_counts_once(liar: Liar, caplog: pytest.LogCaptureFixture) -> None:
     liar.rows(row(0), row(0), row(1))
     async with asking(liar) as client:
@@ -276,6 +280,7 @@ async def test_a_gpu_listed_twice_counts_once(liar: Liar, caplog: pytest.LogCapt
     assert len([record for record in caplog.records if "more than once" in record.getMessage()]) == 1
 
 
+@pytest.mark.fault(19)
 async def test_a_bad_reply_keeps_what_was_known(liar: Liar) -> None:
     liar.rows(row(0), row(1))
     async with asking(liar, endpoint_max_retries=50) as client:
@@ -295,9 +300,10 @@ async def test_old_readings_grant_nothing(liar: Liar) -> None:
         with pytest.raises(WorkerTimeoutError, match=r"GPU 0: last read .* ago, more than 15 s"):
             await client.request_gpu(timeout=0.5)
         liar.rows(row(0), sample_age_seconds=0.1)
-        await client.request_gpu(timeout=5)
+        await client.request_gpu(timeout=45)
 
 
+@pytest.mark.fault(22)
 async def test_no_gpus_means_waiting_and_very_many_are_fine(liar: Liar) -> None:
     liar.rows()
     async with asking(liar) as client:
@@ -378,7 +384,7 @@ async def test_a_card_that_is_held_is_not_given_out_under_another_number(liar: L
         with pytest.raises(WorkerTimeoutError, match="their numbers have changed"):
             await client.request_gpu(timeout=0.3)
         await client.release_gpu(first)
-        await client.request_gpu(timeout=5)
+        await client.request_gpu(timeout=45)
 
 
 async def test_callbacks_can_do_no_harm(liar: Liar, caplog: pytest.LogCaptureFixture) -> None:
@@ -475,7 +481,7 @@ import asyncio, socket, sys, time
 real = socket.getaddrinfo
 def slow(host, *args, **kwargs):
     if str(host).startswith("slow"):
-        time.sleep(8)
+        time.sleep(120)
         raise socket.gaierror("no such name")
     return real(host, *args, **kwargs)
 socket.getaddrinfo = slow
@@ -483,17 +489,17 @@ from gpu_worker_pool import GPUWorkerPoolClient
 async def main():
     names = [f"http://slow{number}.invalid:9" for number in range(20)] + [f"good=http://localhost:{sys.argv[1]}"]
     async with GPUWorkerPoolClient(service_endpoints=names, environ={}) as client:
-        assignment = await client.request_gpu(timeout=3)
+        assignment = await client.request_gpu(timeout=40)
         print(assignment.gpu_id)
         await client.release_gpu(assignment)
 asyncio.run(main())
 """
 
 
+@pytest.mark.fault(16)
 def test_name_servers_that_hang_delay_neither_other_endpoints_nor_the_end(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, GPU_BACKEND="simulated:1") as server:
-        begun = time.monotonic()
         program = [sys.executable, "-W", "error", "-c", SLOW_NAMES, str(server.port)]
-        done = subprocess.run(program, check=False, capture_output=True, text=True, timeout=30)
+        # Less than one look-up takes, and far more than the rest does on a busy machine.
+        done = subprocess.run(program, check=False, capture_output=True, text=True, timeout=50)
         assert (done.stdout, done.stderr, done.returncode) == ("good:0\n", "", 0)
-        assert time.monotonic() - begun < 7

@@ -54,7 +54,7 @@ async def test_of_two_grants_in_one_moment_one_is_given_back(servers: list[Serve
     first, second = servers[:2]
     async with client_of(first, second) as holder, client_of(first, second) as client:
         for _ in range(5):
-            held = [await holder.request_gpu(count=2, only=[f"{name}:0", f"{name}:1"], timeout=10) for name in "ab"]
+            held = [await holder.request_gpu(count=2, only=[f"{name}:0", f"{name}:1"], timeout=45) for name in "ab"]
             waiting = asyncio.create_task(client.request_gpu(timeout=20))
             await until(lambda: queue(first) and queue(second))
             await asyncio.gather(*(holder.release_gpu(one) for one in held))
@@ -66,7 +66,7 @@ async def test_a_server_that_dies_while_a_request_waits_there(tmp_path: Path, se
     dying = ServerProcess(tmp_path, GPU_BACKEND="simulated:2", **QUICK)
     with dying:
         async with client_of(servers[0], dying, endpoint_health_check_interval=0.5) as client:
-            held = [await client.request_gpu(count=2, timeout=10) for _ in range(2)]
+            held = [await client.request_gpu(count=2, timeout=45) for _ in range(2)]
             waiting = [asyncio.create_task(client.request_gpu(timeout=60)) for _ in range(2)]
             await until(lambda: len(queue(dying)) == 2 and len(queue(servers[0])) == 2)
             dying.kill()
@@ -100,7 +100,7 @@ async def test_what_one_server_cannot_give_is_had_from_another(servers: list[Ser
         assert {reason.split(":")[0] for reason in caught.value.reasons} == {"a", "b", "c"}
         named = await client.request_gpu(only=["b:1"])
         assert named.gpu_id == "b:1"
-        others = await client.request_gpu(count=2, exclude=["b:0"], timeout=5)
+        others = await client.request_gpu(count=2, exclude=["b:0"], timeout=45)
         assert {str(gpu_id).split(":")[0] for gpu_id in others.gpu_ids} == {"a"}
         for one in (four, named, others):
             await client.release_gpu(one)
@@ -115,7 +115,7 @@ async def test_the_strategy_chooses_who_is_asked_first(
     async with client_of(*servers, load_balancing_strategy=strategy) as client:
         for _ in range(12):
             await until(lambda: client.get_pool_status().available_gpus == 8)
-            assignment = await client.request_gpu(timeout=10)
+            assignment = await client.request_gpu(timeout=45)
             granted[str(assignment.gpu_id).split(":")[0]] += 1
             await client.release_gpu(assignment)
         metrics = client.get_detailed_metrics()
@@ -183,7 +183,7 @@ async def test_one_server_under_two_names_is_asked_once(tmp_path: Path) -> None:
     environment: dict[str, Any] = {"GPU_BACKEND": "nvidia-smi", **QUICK} | smi.env
     with ServerProcess(tmp_path / "server", **environment) as server:
         async with client_of(server.url, server.url.replace("127.0.0.1", "localhost")) as client:
-            held = [await client.request_gpu(timeout=5) for _ in range(2)]
+            held = [await client.request_gpu(timeout=45) for _ in range(2)]
             assert len({str(one.gpu_id).split(":")[0] for one in held}) == 1
             with pytest.raises(WorkerTimeoutError):
                 await client.request_gpu(timeout=0.5)

@@ -26,7 +26,6 @@ from gpu_worker_pool import (
     WorkerTimeoutError,
     sync,
 )
-from gpu_worker_pool.client.lease_thread import LeaseThread
 from gpu_worker_pool.client.local_readings import LocalReadings
 from gpu_worker_pool.errors import (
     LeaseEndedError,
@@ -34,6 +33,7 @@ from gpu_worker_pool.errors import (
     ServiceRefusedError,
     ServiceRetryableError,
 )
+from gpu_worker_pool.leases.lease_thread import LeaseThread
 from gpu_worker_pool.leases.local import LocalLeaseService, LocalSettings
 
 MakeClient = Callable[..., GPUWorkerPoolClient]
@@ -145,7 +145,7 @@ async def test_stopping_ends_those_who_wait_and_gives_back(client: MakeClient) -
     with pytest.raises(PoolStoppedError):
         await waiting
     async with client() as other:
-        await other.release_gpu(await other.request_gpu(count=2, timeout=5))
+        await other.release_gpu(await other.request_gpu(count=2, timeout=45))
         assert other.get_pool_status().blocked_workers == 0
 
 
@@ -216,11 +216,11 @@ async def test_inside_a_lease_that_has_ended_nothing_is_handed_out(client: MakeC
     async with client() as outer, client() as stranger:
         lease = await outer.request_gpu()
         async with client(lease.env) as inner:
-            await inner.release_gpu(await inner.request_gpu(timeout=5))
+            await inner.release_gpu(await inner.request_gpu(timeout=45))
             await outer.release_gpu(lease)
-            await stranger.release_gpu(await stranger.request_gpu(only=[lease.gpu_id], timeout=10))
+            await stranger.release_gpu(await stranger.request_gpu(only=[lease.gpu_id], timeout=45))
             with pytest.raises(LeaseEndedError, match="inside which this program runs, has ended"):
-                await inner.request_gpu(timeout=5)
+                await inner.request_gpu(timeout=45)
 
 
 async def test_a_lease_of_this_hosts_server_is_one_to_run_inside_too(
@@ -230,12 +230,12 @@ async def test_a_lease_of_this_hosts_server_is_one_to_run_inside_too(
         async with GPUWorkerPoolClient(server.url, polling_interval=0.3, environ={}) as outer:
             lease = await outer.request_gpu()
             async with client(lease.env) as inner:
-                assignment = await inner.request_gpu(timeout=5)
+                assignment = await inner.request_gpu(timeout=45)
                 assert (assignment.lease_id, assignment.gpu_id) == (lease.lease_id, lease.gpu_id)
                 await inner.release_gpu(assignment)
             other = next(gpu for gpu in (0, 1) if gpu != lease.gpu_id)
             async with client({**lease.env, "CUDA_VISIBLE_DEVICES": str(other)}) as unrelated:
-                assignment = await unrelated.request_gpu(timeout=5)
+                assignment = await unrelated.request_gpu(timeout=45)
                 assert (assignment.lease_id != lease.lease_id, assignment.gpu_id) == (True, other)
                 await unrelated.release_gpu(assignment)
             await outer.release_gpu(lease)
@@ -245,7 +245,7 @@ async def test_the_name_of_a_lease_that_is_over_means_nothing(
     client: MakeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with client({"GPU_POOL_LEASE_ID": "lease-999"}) as one:
-        assignment = await one.request_gpu(timeout=5)
+        assignment = await one.request_gpu(timeout=45)
         assert assignment.lease_id != "lease-999"
         assert "lease-999, which is not one of your active leases" in caplog.text
         await one.release_gpu(assignment)
@@ -258,14 +258,14 @@ async def test_the_name_of_a_lease_that_is_over_means_nothing(
 async def test_only_visible_gpus_are_asked_for(client: MakeClient, visible: str) -> None:
     async with client({"CUDA_VISIBLE_DEVICES": visible}) as one, client() as other:
         assert one.get_pool_status().total_gpus == 1
-        assignment = await one.request_gpu(timeout=5)
+        assignment = await one.request_gpu(timeout=45)
         assert assignment.gpu_id == 1
         with pytest.raises(WorkerTimeoutError):
             await one.request_gpu(timeout=0.3)
         with pytest.raises(ImpossibleRequestError):
             await one.request_gpu(only=[0])
         assert other.get_pool_status().total_gpus == 2, "for others they are there"
-        assert (await other.request_gpu(timeout=5)).gpu_id == 0
+        assert (await other.request_gpu(timeout=45)).gpu_id == 0
 
 
 async def test_all_gpus_hidden(client: MakeClient) -> None:
@@ -277,7 +277,7 @@ async def test_all_gpus_hidden(client: MakeClient) -> None:
 async def test_nothing_that_is_named_is_there(client: MakeClient) -> None:
     async with client({"CUDA_VISIBLE_DEVICES": "7"}) as one:
         assert one.get_pool_status().total_gpus == 2
-        await one.release_gpu(await one.request_gpu(timeout=5))
+        await one.release_gpu(await one.request_gpu(timeout=45))
 
 
 # --- what is wrong ---
@@ -331,4 +331,4 @@ def test_a_variable_that_combines_it_is_told_and_the_rest_used(caplog: pytest.Lo
 async def test_a_bad_backend_is_told(environ: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     async with GPUWorkerPoolClient("local://", environ=environ | {"GPU_BACKEND": "abacus"}):
-        assert "GPU_BACKEND must be auto, nvml, nvidia-smi or simulated:N, not 'abacus'" in caplog.text
+        assert "GPU_BACKEND must be auto, nvml, nvidia-smi, amd or simulated:N, not 'abacus'" in caplog.text

@@ -170,6 +170,7 @@ def seconds_until(look: Callable[[], object], within_seconds: float) -> float:
 # --- fault 1 ---
 
 
+@pytest.mark.fault(1)
 def test_a_holder_that_is_killed_and_the_next_one(host: Host) -> None:
     with host.program(HOLD, lease_ttl=2) as holder:
         first = holder.hear()
@@ -191,6 +192,7 @@ def test_a_holder_that_is_killed_and_the_next_one(host: Host) -> None:
 # --- fault 35 ---
 
 
+@pytest.mark.fault(35)
 def test_a_waiter_that_is_killed_leaves_its_place(host: Host) -> None:
     with host.program(HOLD, lease_ttl=30) as holder:
         holder.hear()
@@ -242,6 +244,7 @@ main()
 """
 
 
+@pytest.mark.fault(2)
 def test_a_holder_that_is_paused_for_longer_than_its_lease_knows_as_soon_as_it_wakes(host: Host) -> None:
     with host.program(PAUSED, lease_ttl=2) as holder:
         lease = holder.hear()["lease"]
@@ -274,6 +277,7 @@ def test_a_holder_that_is_paused_for_less_keeps_it(host: Host) -> None:
 # --- fault 32 ---
 
 
+@pytest.mark.fault(32)
 def test_a_holder_that_blocks_its_loop_and_every_thread_but_ours(host: Host) -> None:
     program = """
     async def main():
@@ -337,7 +341,7 @@ async def main():
     await asyncio.sleep(2.5)
     say(lost=assignment.lost, status=client.get_health()["status"], free=client.get_pool_status().total_gpus)
     await client.release_gpu(assignment)
-    again = await client.request_gpu(timeout=5)
+    again = await client.request_gpu(timeout=45)
     await client.release_gpu(again)
     await client.stop()
     say(done=True)
@@ -346,6 +350,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.fault(9)
 def test_a_forked_child_touches_nothing_of_its_parent_s(host: Host) -> None:
     with host.program(FORKED, lease_ttl=2) as parent:
         lease = parent.hear()["lease"]
@@ -386,7 +391,7 @@ def test_children_of_a_blocking_client(served: Host) -> None:
             time.sleep(3)
             say(lost=assignment.lost)
             client.release_gpu(assignment)
-            client.release_gpu(client.request_gpu(timeout=5))
+            client.release_gpu(client.request_gpu(timeout=45))
             say(done=True)
 
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import http.client
@@ -16,14 +17,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from tests.fakes.nvidia_smi import FakeNvidiaSMI, healthy_gpu
 from tests.server_process import Reply, ServerProcess
 from tests.waiting import eventually
 
+from gpu_worker_pool.api.client import APIClient
+from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.core import Request
+from gpu_worker_pool.core.requirements import ANY_GPU
+from gpu_worker_pool.leases.http import HTTPLeaseService
+from gpu_worker_pool.leases.lease import HeldLease
+
 _NUMBERS = itertools.count()
 ADMIN = {"Authorization": "Bearer the-administrators-key"}
 OWN_TOKEN = {"X-Lease-Token": "a-token-of-my-own-making"}
+#: Separators of lines, and marks that change the direction of the text around them.
+_MARKS = ("2028", "2029", "2066", "200f", "061c", "202e")
 SIMULATED_UUID = re.compile(r"GPU-51309a7e-0000-4000-8000-\d{12}")
 SETTINGS = {"GPU_BACKEND": "simulated:4", "REFRESH_INTERVAL": "0.2", "ACCESS_LOG": "false"}
 
@@ -100,6 +111,8 @@ def test_a_lease_says_all_that_its_holder_needs(server: ServerProcess) -> None:
     reply = acquire(server, request_id=own, worker_id="trainer", ttl_seconds=30, label="nightly run")
     assert reply.status == 201
     lease = reply.json
+    assert reply.headers["Location"] == f"/leases/{lease['lease_id']}"
+    assert server.get(reply.headers["Location"]).json["request_id"] == own
     (gpu,) = lease["gpus"]
     assert (gpu["gpu_id"], gpu["name"]) == (0, "Simulated GPU 24GB")
     assert SIMULATED_UUID.fullmatch(gpu["uuid"])
@@ -111,11 +124,18 @@ def test_a_lease_says_all_that_its_holder_needs(server: ServerProcess) -> None:
     assert re.fullmatch(r"[A-Za-z0-9._:-]{1,64}", lease_id)
     assert re.fullmatch(r"[!-~]{16,200}", lease.pop("token"))
     assert lease.pop("fence") > 0
+    assert 0 <= lease.pop("waited_seconds") < 30
     assert lease == {
         "lease_id": lease_id,
         "request_id": own,
         "worker_id": "trainer",
         "gpus": [gpu],
+        "ends_in_seconds": None,
+        "yield_asked": False,
+        "yield_reason": None,
+        "leave_in_seconds": None,
+        "expected_seconds": None,
+        "max_seconds": None,
         "ttl_seconds": 30,
         "state": "held",
         "label": "nightly run",
@@ -137,7 +157,7 @@ def test_renewed_and_released(server: ServerProcess) -> None:
     reply = renew(server, lease)
     assert reply.status == 200
     assert reply.json["expires_in_seconds"] > 19.8
-    assert reply.json.keys() == lease.keys() - {"token"}
+    assert reply.json.keys() == lease.keys() - {"token", "waited_seconds"}
     reply = release(server, lease)
     assert (reply.status, reply.json) == (200, {"lease_id": lease["lease_id"], "released": True})
     assert refused(renew(server, lease)) == (409, "lease_ended")
@@ -151,6 +171,7 @@ def test_nobody_gets_what_another_has_and_fences_grow(server: ServerProcess) -> 
     assert fences == sorted(set(fences))
     reply = acquire(server)
     assert reply.status == 202
+    assert reply.headers["Retry-After"] == "1"
     assert reply.json["position"] == 1
 
 
@@ -230,6 +251,29 @@ def test_asking_again_keeps_the_place_and_a_release_hands_on_at_once(server: Ser
     assert acquire(server, request_id=second).status == 201
 
 
+async def test_a_lease_that_was_waited_for_longer_than_its_ttl_is_not_dead_on_arrival(server: ServerProcess) -> None:
+    blockers = [granted(server) for _ in range(4)]
+    body = {"request_id": new("patient"), "ttl_seconds": 2, "wait_seconds": 20}
+    begun = boot_time()
+    by_hand = asyncio.create_task(asyncio.to_thread(server.ask, "POST", "/leases", body))
+    async with aiohttp.ClientSession() as session:
+        service = HTTPLeaseService("here", APIClient(server.url, lambda: session, timeout_seconds=5))
+        request = Request(new("patient"), ANY_GPU, "worker", OWN_TOKEN["X-Lease-Token"], ttl_seconds=2.0)
+        ours = asyncio.create_task(service.acquire(request, wait_seconds=20, may_reserve=True))
+        await asyncio.to_thread(eventually, lambda: len(server.get("/queue").json["queue"]) == 2)
+        await asyncio.sleep(max(begun + 2.2 - boot_time(), 0))
+        for lease in blockers[:2]:
+            await asyncio.to_thread(release, server, lease)
+        held = await ours
+        assert isinstance(held, HeldLease)
+        assert not held.is_overdue
+        row = server.get(f"/leases/{held.lease_id}").json
+        assert held.held_until <= boot_time() + row["expires_in_seconds"], "never longer than its server has it"
+    lease = (await by_hand).json
+    assert lease["waited_seconds"] > 2
+    assert 1 < lease["expires_in_seconds"] <= 2
+
+
 def test_priority_goes_first(server: ServerProcess) -> None:
     granted(server, count=4)
     early, urgent = new("early"), new("urgent")
@@ -246,6 +290,9 @@ def test_priority_goes_first(server: ServerProcess) -> None:
         "label",
         "priority",
         "count",
+        "expected_seconds",
+        "max_seconds",
+        "account",
         "holder",
         "within",
     }
@@ -321,17 +368,44 @@ def test_too_many_of_one_caller(tmp_path: Path) -> None:
 # --- what goes wrong: faults 5, 6, 7, 12, 24, 35 ---
 
 
+def test_leases_are_limited_for_each_caller_and_in_all(tmp_path: Path) -> None:
+    limits = {"GPU_POOL_MOST_LEASES_OF_A_CALLER": "3", "GPU_POOL_MOST_LEASES": "5"}
+    share, whole = {"memory_mb": 1, "share": True}, {"request_id": new("whole")}
+    key = {"Authorization": "Bearer somebodys-own-key-1"}
+    with ServerProcess(tmp_path, **SETTINGS, **limits, GPU_POOL_API_KEYS="somebodys-own-key-1") as server:
+        leases = [granted(server, **share) for _ in range(2)]
+        assert acquire(server, count=4, **whole).status == 202
+        reply = acquire(server, **share)
+        assert refused(reply) == (429, "too_many_leases")
+        assert "GPU_POOL_MOST_LEASES_OF_A_CALLER" in reply.json["detail"]
+        assert reply.headers["Retry-After"]
+        assert acquire(server, count=4, **whole).status == 202, "it waits already"
+        assert renew(server, leases[0]).status == 200
+        assert [acquire(server, key, **share).status for _ in range(2)] == [201, 201], "each for itself"
+        reply = acquire(server, key, **share)
+        assert refused(reply) == (429, "too_many_leases")
+        assert "GPU_POOL_MOST_LEASES," not in reply.json["detail"]
+        assert "GPU_POOL_MOST_LEASES" in reply.json["detail"]
+        release(server, leases[0])
+        assert acquire(server, **share).status == 201
+        server.kill()
+        server.start()
+        assert refused(acquire(server, **share)) == (429, "too_many_leases"), "also after a restart"
+
+
+@pytest.mark.fault(5)
 def test_a_lost_reply_is_asked_for_again(server: ServerProcess) -> None:
     again = new("again")
     lease = granted(server, request_id=again, label="x")
     other = acquire(server, request_id=again, label="x").json
-    volatile = {"expires_at", "expires_in_seconds"}
+    volatile = {"expires_at", "expires_in_seconds", "waited_seconds"}
     assert {name: value for name, value in other.items() if name not in volatile} == {
         name: value for name, value in lease.items() if name not in volatile
     }
     assert len(server.get("/leases").json["leases"]) == 1
 
 
+@pytest.mark.fault(6)
 def test_releasing_twice_is_harmless(server: ServerProcess) -> None:
     lease = granted(server)
     first, second = release(server, lease), release(server, lease)
@@ -341,6 +415,7 @@ def test_releasing_twice_is_harmless(server: ServerProcess) -> None:
     assert server.get(f"/leases/{next_one['lease_id']}").json["state"] == "held"
 
 
+@pytest.mark.fault(7)
 def test_a_stranger_changes_nothing(server: ServerProcess) -> None:
     lease = granted(server, ttl_seconds=100)
     path = f"/leases/{lease['lease_id']}"
@@ -389,17 +464,24 @@ RUBBISH: list[tuple[bytes, dict[str, str], tuple[int, str]]] = [
     (b"{", {}, (422, "invalid")),
     (b"[]", {}, (422, "invalid")),
     (b'{"label": "\xff"}', {}, (422, "invalid")),
-    (b"[" * 60_000, {}, (422, "invalid")),
+    (b"[" * 16_000, {}, (422, "invalid")),
     (b'{"count": -1}', {}, (422, "invalid")),
     (b'{"count": 1e400}', {}, (422, "invalid")),
     (b'{"count": ' + b"9" * 5000 + b"}", {}, (422, "invalid")),
     (b'{"memory_mb": NaN}', {}, (422, "invalid")),
+    (b'{"memory_mb": 1e-300, "share": true}', {}, (422, "invalid")),
+    (b'{"memory_mb": 0.999, "share": true}', {}, (422, "invalid")),
     (b'{"ttl_seconds": 1e9}', {}, (422, "invalid")),
     (b'{"request_id": "../../etc"}', {}, (422, "invalid")),
     (b'{"request_id": "a\\u0000b"}', {}, (422, "invalid")),
     (b'{"share": true}', {}, (422, "invalid")),
     (b'{"colour": "red"}', {}, (422, "invalid")),
-    (b'{"label": "' + b"x" * 70_000 + b'"}', {}, (413, "too_large")),
+    *[
+        (f'{{"{field}": "train{mark}gnp.exe"}}'.encode(), {}, (422, "invalid"))
+        for field in ("label", "gpu_model")
+        for mark in ("\\n", "\\u0085", "\u202e", *(f"\\u{code}" for code in _MARKS))
+    ],
+    (b'{"label": "' + b"x" * 17_000 + b'"}', {}, (413, "too_large")),
     (b"{}", {"Content-Type": "text/plain"}, (415, "not_json")),
     (b"a=1", {"Content-Type": "application/x-www-form-urlencoded"}, (415, "not_json")),
     (b"{}", {"X-Lease-Token": "short"}, (422, "invalid")),
@@ -408,6 +490,7 @@ RUBBISH: list[tuple[bytes, dict[str, str], tuple[int, str]]] = [
 ]
 
 
+@pytest.mark.fault(24)
 @pytest.mark.parametrize(("body", "headers", "expected"), RUBBISH)
 def test_rubbish_gets_a_reason(
     server: ServerProcess, body: bytes, headers: dict[str, str], expected: tuple[int, str]
@@ -419,8 +502,24 @@ def test_rubbish_gets_a_reason(
     assert server.get("/leases").json == {"leases": []}
 
 
+@pytest.mark.fault(24)
 @pytest.mark.parametrize(
-    "identifier", ["%00", "..%2f..", "%ff", "a%20b", "x" * 65, "x" * 5000, "%F0%9F%98%80", "*", "-1"]
+    "identifier",
+    [
+        "%00",
+        "a%0A",
+        "a%0D",
+        "a%E2%80%A8",
+        "%E2%80%AEa",
+        "..%2f..",
+        "%ff",
+        "a%20b",
+        "x" * 65,
+        "x" * 5000,
+        "%F0%9F%98%80",
+        "*",
+        "-1",
+    ],
 )
 def test_ids_that_are_none(server: ServerProcess, identifier: str) -> None:
     for method, path in (
@@ -444,6 +543,7 @@ def raw_request(body: bytes, *headers: bytes) -> bytes:
     return b"\r\n".join([*lines, b"", body])
 
 
+@pytest.mark.fault(24)
 def test_a_body_without_end_is_not_read_to_its_end(server: ServerProcess) -> None:
     with connect(server) as connection:
         connection.sendall(raw_request(b"", b"Transfer-Encoding: chunked"))
@@ -570,6 +670,7 @@ def test_coming_back_before_the_broken_connection_was_noticed(server: ServerProc
     assert (row["request_id"], row["state"]) == (twice, "held")
 
 
+@pytest.mark.fault(12)
 def test_a_stop_answers_those_who_wait_and_ends_in_time(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, **{**SETTINGS, "GPU_BACKEND": "simulated:1"}) as server:
         lease = granted(server, ttl_seconds=60)
@@ -620,12 +721,13 @@ def test_leases_are_listed_newest_last_with_what_their_holders_make_of_them(serv
     eventually(lambda: all(row["memory_used_mb"] for row in listed(server)))
     rows = listed(server)
     assert [row["lease_id"] for row in rows] == [first["lease_id"], second["lease_id"]]
-    assert rows[0].keys() == (first.keys() - {"token", "env"}) | {
+    assert rows[0].keys() == (first.keys() - {"token", "env", "waited_seconds"}) | {
         "quarantine",
         "memory_used_mb",
         "idle_seconds",
         "is_idle",
         "user",
+        "account",
         "holder",
         "held_seconds",
     }
@@ -760,6 +862,9 @@ def test_events(server: ServerProcess) -> None:
             "label": None,
             "priority": 0,
             "count": 4,
+            "expected_seconds": None,
+            "max_seconds": None,
+            "account": "programs on this host without a key",
             "holder": None,
             "within": None,
         },
@@ -809,6 +914,7 @@ def test_a_holder_that_computes_nothing_is_told_of(tmp_path: Path) -> None:
 # --- the ledger and the settings ---
 
 
+@pytest.mark.fault(26)
 def test_a_damaged_ledger_leaves_the_statistics_alone_and_is_never_replaced(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, **SETTINGS) as server:
         (ledger,) = (tmp_path / "state").glob("ledger-*.db")
@@ -871,6 +977,7 @@ def test_a_request_stays_the_same_when_a_gpu_that_is_shown_goes_missing(tmp_path
         assert refused(acquire(server, request_id="waits", priority=1)) == (409, "request_mismatch")
 
 
+@pytest.mark.fault(13)
 def test_four_workers_are_one_server(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, **SETTINGS, WORKERS="4") as server:
         eventually(lambda: server.log.count("Application startup complete") == 4)

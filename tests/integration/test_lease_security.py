@@ -190,6 +190,30 @@ def test_the_key_of_one_is_not_the_token_of_another(server: ServerProcess) -> No
     assert send(server, "DELETE", lease, headers=bearer(ADMIN_KEY)).status == 200
 
 
+def test_many_wrong_keys_are_too_many_and_a_right_one_passes_all_the_same(tmp_path: Path) -> None:
+    keys = {"GPU_POOL_API_KEYS": KEY, "GPU_POOL_ADMIN_KEYS": ADMIN_KEY}
+    with ServerProcess(tmp_path, **SETTINGS, **keys) as server:
+        wrong = [bearer(f"{KEY}-{number}") for number in range(100)]
+        replies = [send(server, "POST", "/leases", b"{}", JSON | each) for each in wrong]
+        assert [reply.status for reply in replies[:20]] == [401] * 20
+        statuses = [reply.status for reply in replies]
+        assert statuses.count(429) > 60
+        last = replies[-1] if statuses[-1] == 429 else replies[-2]
+        assert last.json["error"] == "too_many_wrong_keys"
+        assert "too many wrong keys came from your address" in last.json["detail"]
+        assert int(last.headers["Retry-After"]) >= 1
+        assert last.headers["Connection"] == "close"
+        assert send(server, "GET", "/", headers=bearer("a-wrong-key-at-the-entrance")).status in (200, 429)
+        assert 429 in [send(server, "GET", "/", headers=each).status for each in wrong[:5]], "nor elsewhere"
+        for key in (KEY, ADMIN_KEY):
+            reply = send(server, "POST", "/leases", b"{}", JSON | bearer(key))
+            assert reply.status == 201
+            lease_id, token = reply.json["lease_id"], {"X-Lease-Token": reply.json["token"]}
+            assert send(server, "DELETE", f"/leases/{lease_id}", headers=bearer(key) | token).status == 200
+        assert send(server, "POST", "/leases", b"{}", JSON).status == 201, "nor those that need none"
+        assert not [line for line in server.log.splitlines() if KEY in line]
+
+
 def test_an_administrators_key_works_from_elsewhere_and_a_common_one_is_none(server: ServerProcess) -> None:
     reply = send(server, "POST", "/leases", b"{}", JSON)
     lease = f"/leases/{reply.json['lease_id']}"
@@ -251,6 +275,14 @@ def test_our_own_pages_may(open_server: ServerProcess) -> None:
     assert reply.status == 201
     token = {"X-Lease-Token": reply.json["token"]}
     assert send(open_server, "DELETE", f"/leases/{reply.json['lease_id']}", headers=own | token).status == 200
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc", "/dashboard"])
+def test_no_page_may_frame_ours(open_server: ServerProcess, path: str) -> None:
+    """Three clicks in a page of someone else would take a place in the queue."""
+    headers = send(open_server, "GET", path).headers
+    assert "frame-ancestors 'none'" in headers["content-security-policy"].split("; ")
+    assert headers["x-frame-options"] == "DENY"
 
 
 def test_with_a_key_any_name_will_do(server: ServerProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
@@ -104,7 +105,15 @@ def test_config(server: ServerProcess) -> None:
             "total_system_gpus": 3,
             "visible_gpu_count": 3,
         },
-        "leases": {"open_to": ["loopback"], "idle_after": 1800.0, "most_waiting": 1000},
+        "leases": {
+            "open_to": ["loopback"],
+            "idle_after": 1800.0,
+            "most_waiting": 1000,
+            "policy": None,
+            "policy_problem": None,
+            "most_leases_of_a_caller": 2000,
+            "most_leases": 10_000,
+        },
     }
 
 
@@ -436,6 +445,7 @@ def test_four_workers_give_the_same_answers(tmp_path: Path) -> None:
         def look() -> bool:
             def without_age(path: str) -> str:
                 text = server.get(path).body.decode()
+                text = re.sub(r"(?m)^process_.*\n", "", text)  # of the worker that answers
                 return re.sub(r'"sample_age_seconds":[\d.]+|sample_age_seconds [\d.e-]+|"timestamp":"[^"]*"', "", text)
 
             for path in ("/gpu/stats", "/gpu/summary", "/gpu/history", "/metrics", "/config", "/health"):
@@ -526,6 +536,28 @@ def test_the_end_comes_within_five_seconds_with_open_streams(tmp_path: Path) -> 
                 assert rest.endswith(b"0\r\n\r\n"), "the stream was cut off instead of ended"
                 stream.close()
             assert "Traceback" not in server.log
+
+
+def test_a_stop_says_nothing_of_those_that_do_not_read_or_send(tmp_path: Path) -> None:
+    """Each would be a traceback of 40 lines."""
+    settings = {"GPU_BACKEND": "simulated:500", "REFRESH_INTERVAL": "0.05", "ACCESS_LOG": "false"}
+    with ServerProcess(tmp_path, **settings) as server, contextlib.ExitStack() as stack:
+        begun = [b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n"] * 5
+        begun += [
+            b"POST /explain HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
+            b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 16,
+        ]
+        for request in begun:
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", server.port))
+            client.sendall(request)
+        time.sleep(2.5)  # until the buffers of the streams are full, which nothing shows
+        status, seconds = server.terminate()
+        assert seconds < 5
+        assert status == -signal.SIGTERM
+        assert "Traceback" not in server.log
+        assert "Exception" not in server.log
 
 
 def test_a_listener_that_leaves_is_forgotten_and_one_that_does_not_read_delays_nobody(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def status(server: ServerProcess) -> str:
 # --- 28: nvidia-smi hangs, fails, prints garbage, leaves a grandchild ---
 
 
+@pytest.mark.fault(28)
 def test_a_tool_that_hangs_lets_readings_age_and_is_not_run_twice(tmp_path: Path, smi: FakeNvidiaSMI) -> None:
     with serve(tmp_path, smi) as server:
         smi.hang()
@@ -100,6 +101,7 @@ def test_readings_too_old_to_be_told_are_not_told_and_come_back(tmp_path: Path, 
         assert server.get("/gpu/summary").status == 200
 
 
+@pytest.mark.fault(28)
 @pytest.mark.parametrize(
     ("output", "exit_status", "code"),
     [
@@ -122,6 +124,7 @@ def test_a_tool_that_fails_from_the_start_is_a_503_with_the_cause(
         eventually(lambda: server.get("/gpu/stats").status == 200)
 
 
+@pytest.mark.fault(28)
 def test_a_grandchild_that_holds_the_output_delays_nothing(tmp_path: Path, smi: FakeNvidiaSMI) -> None:
     with serve(tmp_path, smi) as server:
         smi.leave_grandchild(30, own_session=True)
@@ -182,6 +185,7 @@ def test_impossible_numbers_spoil_their_gpu_only(tmp_path: Path, smi: FakeNvidia
 # --- 29: NVML loses a GPU, the driver, the library ---
 
 
+@pytest.mark.fault(29)
 def test_a_lost_gpu_is_a_row_with_a_reason_and_comes_back(tmp_path: Path, nvml: FakeNVML) -> None:
     with serve(tmp_path, nvml) as server:
         assert [gpu["fault"] for gpu in server.get("/gpu/stats").json["gpus"]] == [None, None]
@@ -200,6 +204,7 @@ def test_a_lost_gpu_is_a_row_with_a_reason_and_comes_back(tmp_path: Path, nvml: 
         eventually(lambda: server.get("/gpu/stats").json["gpus"][1]["fault"] is None)
 
 
+@pytest.mark.fault(29)
 def test_a_driver_that_goes_and_comes_needs_no_restart(tmp_path: Path, nvml: FakeNVML) -> None:
     with serve(tmp_path, nvml) as server:
         nvml.errors = {"count": DRIVER_NOT_LOADED, "init": DRIVER_NOT_LOADED}
@@ -235,6 +240,7 @@ def test_an_nvml_call_that_hangs_costs_one_thread(tmp_path: Path, nvml: FakeNVML
 # --- 31: MIG is switched on and off ---
 
 
+@pytest.mark.fault(31)
 def test_mig_devices_appear_and_vanish(tmp_path: Path, nvml: FakeNVML) -> None:
     with serve(tmp_path, nvml) as server:
 
@@ -295,6 +301,7 @@ HALF_REQUESTS = [
 ]
 
 
+@pytest.mark.fault(23)
 def test_connections_that_dawdle_are_closed_and_others_served(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, GPU_BACKEND="simulated:2", ACCESS_LOG="false") as server:
         begun = time.monotonic()
@@ -318,6 +325,7 @@ def test_connections_that_dawdle_are_closed_and_others_served(tmp_path: Path) ->
             connection.close()
 
 
+@pytest.mark.fault(23)
 def test_many_idle_connections_leave_room_for_others(tmp_path: Path) -> None:
     with (
         ServerProcess(tmp_path, GPU_BACKEND="simulated:2", ACCESS_LOG="false") as server,
@@ -386,3 +394,39 @@ def test_a_listener_that_never_reads_is_cut_off(tmp_path: Path) -> None:
         eventually(lambda: open_sockets(server) == before, 45)
         assert time.monotonic() - begun > 20, "it was given time"
         deaf.close()
+
+
+# --- probes ---
+
+
+def test_a_server_is_ready_when_it_can_read_and_write(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, GPU_BACKEND="simulated:1", REFRESH_INTERVAL="0.2") as server:
+        eventually(lambda: server.get("/readyz").status == 200)
+        assert server.get("/readyz").json == {"status": "ready"}
+        assert server.get("/livez").json == {"status": "alive"}
+
+
+def test_a_server_without_readings_is_alive_but_not_ready(tmp_path: Path, nvml: FakeNVML) -> None:
+    nvml.errors = {"count": DRIVER_NOT_LOADED, "init": DRIVER_NOT_LOADED}
+    nvml.write()
+    with serve(tmp_path, nvml) as server:
+        eventually(lambda: server.get("/readyz").json.get("error") == "driver_not_loaded")
+        assert (server.get("/readyz").status, server.get("/livez").status) == (503, 200)
+        assert "driver" in server.get("/readyz").json["detail"]
+        nvml.errors = {}
+        nvml.write()
+        eventually(lambda: server.get("/readyz").status == 200)
+
+
+def test_a_server_with_a_damaged_ledger_is_alive_but_not_ready(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with ServerProcess(tmp_path, GPU_BACKEND="simulated:1", GPU_POOL_STATE_DIR=str(state)):
+        (ledger,) = state.rglob("*.db")
+    for path in state.rglob("*.db*"):
+        path.unlink()
+    ledger.write_bytes(b"no ledger" * 1000)
+    with ServerProcess(tmp_path, GPU_BACKEND="simulated:1", GPU_POOL_STATE_DIR=str(state)) as server:
+        eventually(lambda: server.get("/readyz").json.get("error") == "ledger_unavailable")
+        reply = server.get("/readyz")
+        assert (reply.status, server.get("/livez").status, server.get("/gpu/count").status) == (503, 200, 200)
+        assert ledger.name in reply.json["detail"]

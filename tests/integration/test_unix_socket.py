@@ -217,6 +217,33 @@ def test_two_users_share_one_queue_on_the_command_line(
     assert (status, out) == (0, "request b is taken out of the queue\n")
 
 
+def test_doctor_says_with_whom_the_server_is_shared(
+    server: SocketServer, users: tuple[UserProcess, UserProcess]
+) -> None:
+    (alice, bob), (first, second) = users, NAMES
+
+    def shared(user: UserProcess) -> dict[str, str]:
+        _, out, err = user.do(gpu_pool, server.socket, "doctor", "--json")
+        assert out, err
+        (found,) = (each for each in json.loads(out)["checks"] if each["check"] == "shared with others")
+        return found
+
+    assert alice.do(ask, server.socket, "POST", "/leases", NOW).status == 201
+    text = f"every user of this host, by the ledger of its server, which runs as {ME}; users seen beside you: "
+    assert (shared(alice)["status"], shared(alice)["what"]) == ("ok", f"{text}none")
+    assert bob.do(ask, server.socket, "POST", "/leases", NOW).status == 202
+    assert shared(alice)["what"] == f"{text}{second}"
+    assert shared(bob)["what"] == f"{text}{first}"
+
+
+def test_doctor_says_that_a_server_that_is_away_shares_nothing(folder: Path, mine: UserProcess) -> None:
+    with SocketServer(folder) as server:
+        server.kill()
+        _, out, _ = mine.do(gpu_pool, server.socket, "doctor", "--json")
+    (found,) = (each for each in json.loads(out)["checks"] if each["check"] == "shared with others")
+    assert (found["status"], found["what"]) == ("wrong", "with nobody while the server of this host does not answer")
+
+
 # --- a dead process holds nothing ---
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import assert_type
 
+from gpu_worker_pool import GPUContextManager, GPUWorkerPoolClient, with_gpu
 from gpu_worker_pool.config import EnvironmentConfigurationManager, MultiEndpointConfigurationManager
 from gpu_worker_pool.core import Effect, Explanation, Pool, PoolSettings, Reading, Requirements, Ticked
 from gpu_worker_pool.errors import GPUWorkerPoolError, ImpossibleRequestError
@@ -84,3 +85,19 @@ def configuration() -> None:
     assert_type(config.get_polling_interval(), float)
     assert_type(config.get_service_endpoint(), str)
     assert_type([endpoint.url for endpoint in config.get_service_endpoints()], list[str])
+
+
+async def blocks(client: GPUWorkerPoolClient, count: int) -> None:
+    async with GPUContextManager(client, 5, gpu_model="A100") as gpu_id:
+        assert_type(gpu_id, int | str)
+    async with GPUContextManager(client, count=count) as gpus:
+        assert_type(gpus, int | str | tuple[int | str, ...])
+
+
+async def decorated(client: GPUWorkerPoolClient) -> None:
+    @with_gpu(client, timeout=5)
+    async def train(gpu: GPUAssignment, epochs: int) -> float:
+        return float(epochs) + len(gpu.gpu_ids)
+
+    assert_type(await train(3), float)
+    await train("three")  # type: ignore[arg-type]

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
-from gpu_worker_pool.core import PoolSettings, check_invariants
+from gpu_worker_pool.core import PoolSettings
+from gpu_worker_pool.core.invariants import check_invariants
 from gpu_worker_pool.errors import NotStartedError, PoolStoppedError, WorkerTimeoutError
 from gpu_worker_pool.testing import FakeClock, gpus
 from gpu_worker_pool.worker_pool_manager import WorkerPoolManager
@@ -597,6 +598,7 @@ async def test_cancelled_while_it_waits_it_leaves_the_queue(pool: WorkerPoolMana
     await pool.release_gpu(await waiters[2])
 
 
+@pytest.mark.fault(3)
 async def test_granted_and_then_cancelled_in_one_step_it_gives_back_and_the_next_one_gets_it(
     pool: WorkerPoolManager,
 ) -> None:
@@ -702,6 +704,7 @@ async def test_cancelled_just_before_its_deadline_comes(pool: WorkerPoolManager,
     assert pool.get_pool_status().available_gpus == 1
 
 
+@pytest.mark.fault(4)
 async def test_released_in_the_instant_of_a_deadline_exactly_one_thing_happens(
     pool: WorkerPoolManager, clock: FakeClock
 ) -> None:

@@ -155,14 +155,14 @@ def test_refused_max_retries(value: object) -> None:
         validate_max_retries(value)
 
 
-@pytest.mark.parametrize("value", ["availability", "round_robin", "weighted"])
+@pytest.mark.parametrize("value", ["availability", "round_robin", "weighted", "pack"])
 def test_strategies(value: str) -> None:
     assert validate_load_balancing_strategy(value) == value
 
 
 @pytest.mark.parametrize("value", ["", "random", "Weighted", None, 1])
 def test_refused_strategies(value: object) -> None:
-    with pytest.raises(ValueError, match="must be one of availability, round_robin, weighted, not "):
+    with pytest.raises(ValueError, match="must be one of availability, round_robin, weighted, pack, not "):
         validate_load_balancing_strategy(value)
 
 

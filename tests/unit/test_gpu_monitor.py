@@ -180,6 +180,7 @@ async def test_a_server_that_asks_for_much_patience_is_lost_meanwhile(make: Call
     assert (retry["state"], retry["retry_in_seconds"] > 150) == ("open", True), "also before the next health check"
 
 
+@pytest.mark.fault(15)
 async def test_one_probe_when_half_open_and_a_recovery_closes_it(
     make: Callable[..., Bench], caplog: pytest.LogCaptureFixture
 ) -> None:

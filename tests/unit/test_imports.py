@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 SERVER_ONLY = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"}
 
 
-def loaded_by(statement: str) -> set[str]:
+def loaded_by(statement: str, **environment: str) -> set[str]:
     program = f"import sys\n{statement}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    variables = os.environ | environment
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=variables)
     return set(done.stdout.split())
 
 
@@ -27,6 +30,16 @@ def loaded_by(statement: str) -> set[str]:
 )
 def test_only_a_server_imports_a_server(statement: str) -> None:
     assert not loaded_by(statement) & SERVER_ONLY
+
+
+def test_a_program_without_a_server_loads_no_http_library(tmp_path: Path) -> None:
+    grant = (
+        "from gpu_worker_pool import sync\n"
+        "with sync.GPUWorkerPoolClient('local://') as client:\n"
+        "    client.release_gpu(client.request_gpu())"
+    )
+    loaded = loaded_by(grant, GPU_BACKEND="simulated:1", GPU_POOL_STATE_DIR=str(tmp_path))
+    assert not loaded & (SERVER_ONLY | {"aiohttp", "yarl", "multidict", "email"})
 
 
 @pytest.mark.parametrize(

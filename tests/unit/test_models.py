@@ -265,7 +265,7 @@ TWINS = [GPUInfo(1, "A100", 1.0, 1.0), GPUInfo(1, "A100", 2.0, 2.0)]
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
-        (GPUStats, {"gpu_count": 1}, "len(gpus_summary) must be at most gpu_count 1, but is 2"),
+        (GPUStats, {"gpu_count": 1}, "gpu_count must be 2, the length of gpus_summary, not 1"),
         (GPUStats, {"gpus_summary": TWINS}, "gpus_summary lists a GPU twice: [1, 1]"),
         (
             GPUStats,
@@ -332,11 +332,11 @@ def test_percents_include_both_ends(value: float) -> None:
 
 
 def test_what_could_not_be_read_is_none() -> None:
-    lost = GPUInfo(3, "", None, None, fault="GPU is lost")
+    lost = GPUInfo(3, "unknown GPU", None, None, fault="GPU is lost")
     assert (lost.memory_usage_percent, lost.utilization_percent) == (None, None)
-    stats = GPUStats(4, None, None, None, [lost], None, "", sample_age_seconds=2.5)
+    stats = GPUStats(1, None, None, None, [lost], None, "", sample_age_seconds=2.5)
     assert stats.total_memory_mb is None
-    assert GlobalGPUInfo("a:0", "a", 0, "", None, None, False).utilization_percent is None
+    assert GlobalGPUInfo("a:0", "a", 0, "A100", None, None, False).utilization_percent is None
     assert EndpointInfo("a", "http://a", False, None, 0, 0, None).last_seen is None
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
-from gpu_worker_pool.core import PoolSettings, check_invariants
+from gpu_worker_pool.core import PoolSettings
+from gpu_worker_pool.core.invariants import check_invariants
 from gpu_worker_pool.testing import gpu, gpus
 from gpu_worker_pool.worker_pool_manager import WorkerPoolManager
 from tests.unit.test_cancellation import SteppedLoop

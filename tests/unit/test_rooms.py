@@ -14,20 +14,28 @@ ROOT = Path(gpu_worker_pool.__file__).parent
 #: What each room may import, itself included; nothing imports upwards.
 MAY_IMPORT = {
     "core": {"core"},
+    "simulation": {"simulation", "ledger", "core"},
     "hardware": {"hardware", "core"},
     "ledger": {"ledger", "core", "hardware"},
     "broker": {"broker", "ledger", "hardware", "core"},
     "api": {"api", "broker", "hardware", "core"},
+    "fleet": {"fleet", "leases", "api", "broker", "ledger", "hardware", "core"},
     "leases": {"leases", "api", "broker", "ledger", "hardware", "core"},
-    "client": {"client", "leases", "api", "hardware", "core"},
-    "gpu_server": {"gpu_server", "api", "broker", "ledger", "hardware", "core"},
-    "cli": {"cli", "client", "leases", "api", "broker", "ledger", "hardware", "core", "gpu_server"},
+    "workers": {"workers", "leases", "hardware", "core"},
+    "client": {"client", "workers", "leases", "api", "hardware", "core"},
+    "gpu_server": {"gpu_server", "fleet", "api", "broker", "ledger", "hardware", "core"},
+    "for_pytest": {"for_pytest", "cli", "client", "leases", "hardware", "core"},
+    "cli": {"cli", "simulation", "client", "leases", "api", "broker", "ledger", "hardware", "core"}
+    | {"gpu_server", "fleet"},
 }
 #: Modules at the root that belong to no room, and what they may import: each other, and the core.
 FOUNDATION = {
     "_version",
+    "checks",
     "clocks",
     "config",
+    "config_file",
+    "durations",
     "environment",
     "lease_variables",
     "errors",
@@ -45,8 +53,11 @@ ENTRANCES = {
     "endpoints",
     "gpu_monitor",
     "http_client",
+    "joblib",
+    "pytest_plugin",
     "sync",
     "testing",
+    "torch",
     "worker_pool_manager",
 }
 
@@ -102,6 +113,19 @@ def test_an_upward_import_would_be_found(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text("from gpu_worker_pool.client import sync\nimport gpu_worker_pool.broker.local\n")
     assert upward_imports("core", tmp_path / "wrong.py") == ["broker.local", "client"]
     assert upward_imports("cli", tmp_path / "wrong.py") == []
+
+
+#: The blocking client's twins of the async ones, documented under these names.
+TWINS = {"GPUContextManager", "GPUWorkerPoolClient"}
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    found: dict[str, list[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in found.items() if len(files) > 1 and name not in TWINS} == {}
 
 
 @pytest.mark.parametrize(

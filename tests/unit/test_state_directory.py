@@ -108,3 +108,17 @@ def test_a_new_file_is_for_those_who_may_write_to_its_folder(tmp_path: Path, fol
     os.close(descriptor)
     assert stat.S_IMODE(found.st_mode) == file
     assert found.st_gid == tmp_path.stat().st_gid
+
+
+def test_a_link_that_another_user_made_is_not_opened_to_others(tmp_path: Path) -> None:
+    """In a shared folder a name of ours may be a second name of a file of ours that is elsewhere."""
+    (folder := tmp_path / "shared").mkdir()
+    folder.chmod(0o777)
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    os.link(secret, folder / "file")
+    descriptor = os.open(folder / "file", os.O_RDWR)
+    with pytest.raises(OSError, match="second name"):
+        share_file(descriptor, folder)
+    os.close(descriptor)
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gpu_worker_pool import errors
-from gpu_worker_pool.client.manager import readings_of
+from gpu_worker_pool.client.stats_readings import readings_from_stats
 from gpu_worker_pool.config import EnvironmentConfigurationManager, MultiEndpointConfigurationManager
-from gpu_worker_pool.core import PoolSettings, ProcessReading, Requirements, check_invariants
+from gpu_worker_pool.core import PoolSettings, ProcessReading, Requirements
+from gpu_worker_pool.core.invariants import check_invariants
 from gpu_worker_pool.core.obstacles import reading_obstacles
 from gpu_worker_pool.errors import (
     AlreadyStartedError,
@@ -1853,7 +1854,7 @@ def test_what_a_server_counts_is_enough_for_an_idle_gpu() -> None:
     ]
     stats = GPUStats(4, 0.0, 0.0, 0.0, infos, 0.0, "")
     idle = Requirements(policy="idle")
-    found = [list(reading_obstacles(reading, idle, PoolSettings())) for reading in readings_of(stats)]
+    found = [list(reading_obstacles(reading, idle, PoolSettings())) for reading in readings_from_stats(stats)]
     assert [[str(obstacle) for obstacle in obstacles] for obstacles in found] == [
         ["in use by 2 processes"],
         ["87.9 GiB in use by no visible process; 5.9 GiB are allowed"],
