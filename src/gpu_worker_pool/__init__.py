@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from gpu_worker_pool._version import __version__
 
 if TYPE_CHECKING:
-    from gpu_worker_pool.client.client import GPUContextManager, GPUWorkerPoolClient, gpu_worker_pool_client
+    from gpu_worker_pool.client.client import GPUWorkerPoolClient
+    from gpu_worker_pool.client.contexts import GPUContextManager, gpu_worker_pool_client
     from gpu_worker_pool.client.decorators import with_gpu
     from gpu_worker_pool.errors import (
+        BrokenGPUWorkerError,
         GPUWorkerPoolError,
         ImpossibleRequestError,
         PoolStoppedError,
@@ -29,12 +31,15 @@ if TYPE_CHECKING:
         PoolStatus,
         WorkerInfo,
     )
+    from gpu_worker_pool.workers.executor import GPUProcessPoolExecutor
 
 __all__ = [
+    "BrokenGPUWorkerError",
     "EndpointInfo",
     "GPUAssignment",
     "GPUContextManager",
     "GPUInfo",
+    "GPUProcessPoolExecutor",
     "GPUStats",
     "GPUWorkerPoolClient",
     "GPUWorkerPoolError",
@@ -56,6 +61,7 @@ __all__ = [
 _HOMES = {
     "client": ("GPUContextManager", "GPUWorkerPoolClient", "gpu_worker_pool_client"),
     "decorators": ("with_gpu",),
+    "workers.executor": ("GPUProcessPoolExecutor",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
 }
 

@@ -20,7 +20,7 @@ from gpu_worker_pool.core.settings import Strategy
 from gpu_worker_pool.environment import Environment, one_of
 from gpu_worker_pool.lease_variables import GPUNaming
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -320,6 +320,10 @@ VARIABLES: tuple[_Variable[Any], ...] = (
 )
 
 
+#: One server or several, such as those of a fleet; the documented variables count where it is not set.
+ENDPOINT_VARIABLE = "GPU_POOL_ENDPOINT"
+
+
 class EnvironmentConfigurationManager:
     """Settings of one endpoint, read from the environment at every call."""
 
@@ -346,7 +350,10 @@ class EnvironmentConfigurationManager:
             parse_endpoint(text, name)
             return text
 
-        return parse_endpoint(self._environment.get("GPU_SERVICE_ENDPOINT", DEFAULT_SERVICE_ENDPOINT, checked))
+        default = self._environment.get("GPU_SERVICE_ENDPOINT", DEFAULT_SERVICE_ENDPOINT, checked)
+        if "," in self._environment.text(ENDPOINT_VARIABLE):  # a list: `MultiEndpointConfigurationManager` reads it
+            return parse_endpoint(default)
+        return parse_endpoint(self._environment.get(ENDPOINT_VARIABLE, default, checked))
 
 
 class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
@@ -387,10 +394,12 @@ class MultiEndpointConfigurationManager(EnvironmentConfigurationManager):
         return _API_KEY.read(self._environment)
 
     #: The first with a valid URL wins.
-    _ENDPOINT_LISTS = ("GPU_STATS_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINTS")
+    _ENDPOINT_LISTS = (ENDPOINT_VARIABLE, "GPU_STATS_SERVICE_ENDPOINTS", "GPU_SERVICE_ENDPOINTS")
 
     def _get_multiple_endpoints(self) -> list[EndpointConfig]:
         for variable in self._ENDPOINT_LISTS:
+            if variable == ENDPOINT_VARIABLE and (text := self._environment.text(variable)) and "," not in text:
+                return []  # the only server
             servers = read_servers(variable, self._environment.text(variable), self._environment.complain)
             if servers:
                 return servers

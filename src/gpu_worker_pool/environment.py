@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeAlias, TypeVar
 
-logger = logging.getLogger(__name__)
+from gpu_worker_pool.config_file import from_file
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 N = TypeVar("N", bound=float)
@@ -27,12 +29,19 @@ class Environment:
         self, variables: Mapping[str, str] | None = None, complain: Callable[[str], object] = logger.error
     ) -> None:
         self._variables = os.environ if variables is None else variables
+        self._reads_file = variables is None
         self._complain = complain
         self._reported: set[str] = set()
 
     def text(self, name: str) -> str:
-        """Empty where the variable is not set. What is not UTF-8 is replaced: it could not be sent or printed."""
-        return printable(self._variables.get(name, "").strip())
+        """Empty where neither the variable nor the configuration file sets it.
+
+        What is not UTF-8 is replaced: it could not be sent or printed.
+        """
+        text = printable(self._variables.get(name, "").strip())
+        if not text and self._reads_file and (found := from_file(name)) is not None:
+            return printable(found.value)
+        return text
 
     def get(self, name: str, default: T, parse: Parser[T]) -> T:
         text = self.text(name)

@@ -78,6 +78,16 @@ class StaleAssignmentError(GPUWorkerPoolError, ValueError):
     """The assignment is no longer held: it expired, was taken back, or was lost."""
 
 
+# --- worker processes ---
+
+
+class BrokenGPUWorkerError(GPUWorkerPoolError, RuntimeError):
+    """A worker process ended, or lost its GPU, before it had finished its task."""
+
+    # The same task may end the next worker, too: `retries=` says how often to try.
+    retryable = True
+
+
 # --- starting and stopping the pool ---
 
 
@@ -143,6 +153,8 @@ class ServiceRetryableError(RetryableError):
     retry_after_seconds: float | None
     #: The service's own explanation; empty where it gives none.
     detail: str
+    #: After a renewal: whether the lease is held for another TTL although that could not be written.
+    is_lease_held: bool
 
     def __init__(
         self,
@@ -151,11 +163,13 @@ class ServiceRetryableError(RetryableError):
         status: int | None = None,
         retry_after_seconds: float | None = None,
         detail: str = "",
+        is_lease_held: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.retry_after_seconds = retry_after_seconds
         self.detail = detail
+        self.is_lease_held = is_lease_held
 
 
 # --- the hardware of this host ---
@@ -180,6 +194,8 @@ class LedgerUnavailableError(GPUWorkerPoolError):
     """The ledger cannot be used: nothing is granted, and existing leases are not forgotten."""
 
     retryable = True
+    #: After a renewal: `held` if no process can write the ledger, so that no lease in it expires; else `unknown`.
+    lease: str = ""
 
 
 class LedgerUnusableError(LedgerUnavailableError, ServiceRefusedError):
@@ -190,6 +206,20 @@ class LedgerUnusableError(LedgerUnavailableError, ServiceRefusedError):
 
 class LedgerPermissionError(LedgerUnusableError):
     """This user may not use the ledger that the others share."""
+
+
+# --- the policy of a ledger ---
+
+
+class PolicyError(GPUWorkerPoolError, ValueError):
+    """The policy file cannot be used; the policy that was in force before stays."""
+
+    #: Where the mistake is; None if that is not in a line, as for a file that cannot be read.
+    line: int | None
+
+    def __init__(self, message: str | None = None, *, line: int | None = None) -> None:
+        super().__init__(message)
+        self.line = line
 
 
 # --- events the core refuses ---
@@ -205,6 +235,14 @@ class RequestMismatchError(IllegalEventError):
 
 class TooManyWaitingError(IllegalEventError):
     """Too many requests of this account are waiting already."""
+
+
+class PolicyLimitError(TooManyWaitingError):
+    """The policy allows this account no further request now."""
+
+
+class TooManyLeasesError(TooManyWaitingError):
+    """This account, or all together, have as many leases as the server allows."""
 
 
 class UnknownLeaseError(IllegalEventError):

@@ -2,4 +2,7 @@
 
 from gpu_worker_pool.client.monitor import GPUMonitor, MultiEndpointGPUMonitor
 
-__all__ = ["GPUMonitor", "MultiEndpointGPUMonitor"]
+#: Its other documented name.
+AsyncGPUMonitor = GPUMonitor
+
+__all__ = ["AsyncGPUMonitor", "GPUMonitor", "MultiEndpointGPUMonitor"]

@@ -9,18 +9,31 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from datetime import datetime
 from typing import Any, Protocol, TypeAlias
 
-from gpu_worker_pool.lease_variables import GPUNaming, VisibleGPU, lease_variables
+from gpu_worker_pool.checks import (
+    NUMBERS,
+    check_at_most,
+    check_count,
+    check_datetime,
+    check_endpoint_id,
+    check_flag,
+    check_number,
+    check_percent,
+    check_text,
+)
+from gpu_worker_pool.lease_variables import GPUNaming, VisibleGPU, lease_variables, memory_caps
 
 #: A GPU's index on its host, or, with several endpoints, its global id `"endpoint:index"`.
 GPUId: TypeAlias = int | str
+#: The name of a GPU whose name could not be read.
+UNKNOWN_GPU = "unknown GPU"
 
 
 # --- global GPU ids ---
 
 
 def make_global_gpu_id(endpoint_id: str, local_gpu_id: int) -> str:
-    _check_endpoint_id("endpoint_id", endpoint_id)
-    _check_count("local_gpu_id", local_gpu_id)
+    check_endpoint_id("endpoint_id", endpoint_id)
+    check_count("local_gpu_id", local_gpu_id)
     return f"{endpoint_id}:{local_gpu_id}"
 
 
@@ -31,7 +44,7 @@ def gpu_id_in_pool(endpoint_id: str, index: int) -> str:
 
 def split_global_gpu_id(global_gpu_id: str) -> tuple[str, int]:
     """Undo `make_global_gpu_id`; other spellings are refused, so that equal GPUs have equal ids."""
-    _check_text("global_gpu_id", global_gpu_id)
+    check_text("global_gpu_id", global_gpu_id)
     endpoint_id, _, index = global_gpu_id.partition(":")
     canonical = index.isascii() and index.isdigit() and (index == "0" or index[0] != "0")
     if not (endpoint_id and canonical):
@@ -71,10 +84,10 @@ class GPUInfo:
         memory, utilization = given.memory_usage_percent, given.utilization_percent
         total, used = given.memory_total_mb, given.memory_used_mb
         if (
-            type(memory) in _NUMBERS
-            and type(utilization) in _NUMBERS
-            and type(total) in _NUMBERS
-            and type(used) in _NUMBERS
+            type(memory) in NUMBERS
+            and type(utilization) in NUMBERS
+            and type(total) in NUMBERS
+            and type(used) in NUMBERS
             and 0 <= memory <= 100
             and 0 <= utilization <= 100
             and 0 <= used <= total <= sys.float_info.max
@@ -82,26 +95,27 @@ class GPUInfo:
             and given.gpu_id >= 0 <= given.process_count
             and type(given.name) is type(given.uuid) is str
             and given.uuid
+            and given.name
             and given.fault is None
             and type(given.leased) is type(given.reports_utilization) is bool
         ):
             return
-        _check_count("gpu_id", self.gpu_id)
-        _check_text("name", self.name, may_be_empty=True)
-        _check_percent("memory_usage_percent", self.memory_usage_percent)
-        _check_percent("utilization_percent", self.utilization_percent)
-        _check_number("memory_total_mb", self.memory_total_mb)
-        _check_number("memory_used_mb", self.memory_used_mb)
-        _check_at_most("memory_used_mb", self.memory_used_mb, "memory_total_mb", self.memory_total_mb)
+        check_count("gpu_id", self.gpu_id)
+        check_text("name", self.name)
+        check_percent("memory_usage_percent", self.memory_usage_percent)
+        check_percent("utilization_percent", self.utilization_percent)
+        check_number("memory_total_mb", self.memory_total_mb)
+        check_number("memory_used_mb", self.memory_used_mb)
+        check_at_most("memory_used_mb", self.memory_used_mb, "memory_total_mb", self.memory_total_mb)
         if self.uuid is not None:
-            _check_text("uuid", self.uuid)
+            check_text("uuid", self.uuid)
         if self.fault is not None:
-            _check_text("fault", self.fault)
-        _check_flag("leased", self.leased)
-        _check_flag("reports_utilization", self.reports_utilization)
-        _check_flag("unified_memory", self.unified_memory)
+            check_text("fault", self.fault)
+        check_flag("leased", self.leased)
+        check_flag("reports_utilization", self.reports_utilization)
+        check_flag("unified_memory", self.unified_memory)
         if self.process_count is not None:
-            _check_count("process_count", self.process_count)
+            check_count("process_count", self.process_count)
 
 
 @dataclass(frozen=True)
@@ -120,16 +134,17 @@ class GPUStats:
     sample_age_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_count("gpu_count", self.gpu_count)
-        _check_number("total_memory_mb", self.total_memory_mb)
-        _check_number("total_used_memory_mb", self.total_used_memory_mb)
-        _check_at_most("total_used_memory_mb", self.total_used_memory_mb, "total_memory_mb", self.total_memory_mb)
-        _check_percent("average_utilization_percent", self.average_utilization_percent)
-        _check_percent("total_memory_usage_percent", self.total_memory_usage_percent)
-        _check_text("timestamp", self.timestamp, may_be_empty=True)
-        _check_number("sample_age_seconds", self.sample_age_seconds, may_be_unknown=False)
+        check_count("gpu_count", self.gpu_count)
+        check_number("total_memory_mb", self.total_memory_mb)
+        check_number("total_used_memory_mb", self.total_used_memory_mb)
+        check_at_most("total_used_memory_mb", self.total_used_memory_mb, "total_memory_mb", self.total_memory_mb)
+        check_percent("average_utilization_percent", self.average_utilization_percent)
+        check_percent("total_memory_usage_percent", self.total_memory_usage_percent)
+        check_text("timestamp", self.timestamp, may_be_empty=True)
+        check_number("sample_age_seconds", self.sample_age_seconds, may_be_unknown=False)
         # Fewer rows than GPUs is fine: invalid rows were left out.
-        _check_at_most("len(gpus_summary)", len(self.gpus_summary), "gpu_count", self.gpu_count)
+        if (listed := len(self.gpus_summary)) != self.gpu_count:
+            raise ValueError(f"gpu_count must be {listed}, the length of gpus_summary, not {self.gpu_count}")
         if len({gpu.gpu_id for gpu in self.gpus_summary}) < len(self.gpus_summary):
             raise ValueError(f"gpus_summary lists a GPU twice: {[gpu.gpu_id for gpu in self.gpus_summary]}")
 
@@ -148,10 +163,10 @@ class GlobalGPUInfo:
 
     def __post_init__(self) -> None:
         _check_global_gpu_id(self.global_gpu_id, self.endpoint_id, self.local_gpu_id)
-        _check_text("name", self.name, may_be_empty=True)
-        _check_percent("memory_usage_percent", self.memory_usage_percent)
-        _check_percent("utilization_percent", self.utilization_percent)
-        _check_flag("is_available", self.is_available)
+        check_text("name", self.name)
+        check_percent("memory_usage_percent", self.memory_usage_percent)
+        check_percent("utilization_percent", self.utilization_percent)
+        check_flag("is_available", self.is_available)
 
 
 @dataclass(frozen=True)
@@ -168,15 +183,15 @@ class EndpointInfo:
     response_time_ms: float | None
 
     def __post_init__(self) -> None:
-        _check_endpoint_id("endpoint_id", self.endpoint_id)
-        _check_text("url", self.url)
-        _check_flag("is_healthy", self.is_healthy)
+        check_endpoint_id("endpoint_id", self.endpoint_id)
+        check_text("url", self.url)
+        check_flag("is_healthy", self.is_healthy)
         if self.last_seen is not None:
-            _check_datetime("last_seen", self.last_seen)
-        _check_count("total_gpus", self.total_gpus)
-        _check_count("available_gpus", self.available_gpus)
-        _check_at_most("available_gpus", self.available_gpus, "total_gpus", self.total_gpus)
-        _check_number("response_time_ms", self.response_time_ms)
+            check_datetime("last_seen", self.last_seen)
+        check_count("total_gpus", self.total_gpus)
+        check_count("available_gpus", self.available_gpus)
+        check_at_most("available_gpus", self.available_gpus, "total_gpus", self.total_gpus)
+        check_number("response_time_ms", self.response_time_ms)
 
 
 # --- assignments and waiting workers ---
@@ -217,39 +232,41 @@ class GPUAssignment:
     #: Grows with every grant of a GPU, so that a late message of an old holder is recognised.
     fence: int | None = None
     expires_at: datetime | None = None
+    #: Of a share: the memory of each GPU that is its holder's; `None`: all of it.
+    memory_mb: float | None = None
     _lease_health: LeaseHealth | None = field(default=None, repr=False, compare=False)
     #: How `env` names the GPUs.
     _gpu_names: GPUNaming = field(default="index", repr=False, compare=False)
+    #: Of each GPU, where it is known.
+    _memory_total_mb: tuple[float | None, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # One of these is made for every request, so what is right is found to be so without a call.
         if type(self.gpu_id) is not int or self.gpu_id < 0:
             self._check_gpu_id("gpu_id", self.gpu_id)
         if type(self.worker_id) is not str or not self.worker_id:
-            _check_text("worker_id", self.worker_id)
+            check_text("worker_id", self.worker_id)
         if type(self.assigned_at) is not datetime:
-            _check_datetime("assigned_at", self.assigned_at)
-        if self.gpu_ids:
-            object.__setattr__(self, "gpu_ids", tuple(self.gpu_ids))
-            if self.gpu_ids[0] != self.gpu_id:
-                raise ValueError(f"gpu_ids must begin with gpu_id {self.gpu_id!r}, not {self.gpu_ids!r}")
-            for gpu_id in self.gpu_ids:
-                self._check_gpu_id("gpu_ids", gpu_id)
-        else:
-            object.__setattr__(self, "gpu_ids", (self.gpu_id,))
+            check_datetime("assigned_at", self.assigned_at)
+        gpu_ids = self.gpu_ids
+        if type(gpu_ids) is not tuple or len(gpu_ids) != 1 or gpu_ids[0] is not self.gpu_id:
+            self._complete_gpu_ids()
         if self.gpu_uuids:
             if type(self.gpu_uuids) is not tuple:
                 object.__setattr__(self, "gpu_uuids", tuple(self.gpu_uuids))
             if len(self.gpu_uuids) != len(self.gpu_ids):
                 raise ValueError(f"gpu_uuids must be one per entry of gpu_ids {self.gpu_ids!r}, not {self.gpu_uuids!r}")
             for uuid in self.gpu_uuids:
-                _check_text("gpu_uuids", uuid)
+                if type(uuid) is not str or not uuid:
+                    check_text("gpu_uuids", uuid)
         if self.lease_id is not None:
-            _check_text("lease_id", self.lease_id)
+            check_text("lease_id", self.lease_id)
         if self.fence is not None and (type(self.fence) is not int or self.fence < 0):
-            _check_count("fence", self.fence)
+            check_count("fence", self.fence)
         if self.expires_at is not None:
-            _check_datetime("expires_at", self.expires_at)
+            check_datetime("expires_at", self.expires_at)
+        if self.memory_mb is not None:
+            check_number("memory_mb", self.memory_mb)
 
     @property
     def local_gpu_ids(self) -> tuple[int, ...]:
@@ -258,11 +275,17 @@ class GPUAssignment:
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables that show a process on the GPUs' host these GPUs and no others."""
+        """Environment variables that show a process on the GPUs' host these GPUs and no others.
+
+        For a share also those by which frameworks keep to their memory, unless this process has them already.
+        """
         indices = self.local_gpu_ids
         uuids = self.gpu_uuids or (None,) * len(indices)
         gpus = [VisibleGPU(index, uuid) for index, uuid in zip(indices, uuids, strict=True)]
-        return lease_variables(gpus, self.lease_id, self._gpu_names)
+        variables = lease_variables(gpus, self.lease_id, self._gpu_names)
+        if self.memory_mb is None or self.lease_id is None:
+            return variables
+        return variables | memory_caps(self.memory_mb, self._memory_total_mb or [None] * len(gpus))
 
     @property
     def lost(self) -> bool:
@@ -285,8 +308,16 @@ class GPUAssignment:
 
             await asyncio.Event().wait()
 
+    def _complete_gpu_ids(self) -> None:
+        gpu_ids = tuple(self.gpu_ids) or (self.gpu_id,)
+        if gpu_ids[0] != self.gpu_id:
+            raise ValueError(f"gpu_ids must begin with gpu_id {self.gpu_id!r}, not {gpu_ids!r}")
+        for gpu_id in gpu_ids:
+            self._check_gpu_id("gpu_ids", gpu_id)
+        object.__setattr__(self, "gpu_ids", gpu_ids)
+
     def _check_gpu_id(self, name: str, gpu_id: object) -> None:
-        _check_count(name, gpu_id)
+        check_count(name, gpu_id)
 
 
 @dataclass(frozen=True, init=False)
@@ -315,8 +346,10 @@ class GlobalGPUAssignment(GPUAssignment):
         lease_id: str | None = None,
         fence: int | None = None,
         expires_at: datetime | None = None,
+        memory_mb: float | None = None,
         _lease_health: LeaseHealth | None = None,
         _gpu_names: GPUNaming = "index",
+        _memory_total_mb: tuple[float | None, ...] = (),
     ) -> None:
         _check_global_gpu_id(global_gpu_id, endpoint_id, local_gpu_id)
         object.__setattr__(self, "global_gpu_id", global_gpu_id)
@@ -331,8 +364,10 @@ class GlobalGPUAssignment(GPUAssignment):
             lease_id=lease_id,
             fence=fence,
             expires_at=expires_at,
+            memory_mb=memory_mb,
             _lease_health=_lease_health,
             _gpu_names=_gpu_names,
+            _memory_total_mb=_memory_total_mb,
         )
 
     @property
@@ -342,7 +377,7 @@ class GlobalGPUAssignment(GPUAssignment):
     def _check_gpu_id(self, name: str, gpu_id: object) -> None:
         if gpu_id == self.global_gpu_id:
             return
-        _check_text(name, gpu_id)
+        check_text(name, gpu_id)
         if split_global_gpu_id(str(gpu_id))[0] != self.endpoint_id:
             raise ValueError(f"{name} must all be on endpoint {self.endpoint_id!r}, not {gpu_id!r}")
 
@@ -358,23 +393,31 @@ def make_assignment(
     expires_at: datetime | None = None,
     lease_health: LeaseHealth | None = None,
     gpu_names: GPUNaming = "index",
+    memory_mb: float | None = None,
+    memory_total_mb: tuple[float | None, ...] = (),
 ) -> GPUAssignment:
     """A global one unless `endpoint_id` is empty, which it is with a single endpoint."""
-    uuids = tuple([gpu.uuid for gpu in gpus if gpu.uuid is not None])
-    gpu_uuids = uuids if len(uuids) == len(gpus) else ()
-    first = gpus[0].index
+    first, uuid = gpus[0].index, gpus[0].uuid
+    gpu_ids: tuple[int, ...] = (first,)
+    gpu_uuids: tuple[str, ...] = () if uuid is None else (uuid,)
+    if len(gpus) > 1:
+        gpu_ids = tuple([gpu.index for gpu in gpus])
+        uuids = tuple([gpu.uuid for gpu in gpus if gpu.uuid is not None])
+        gpu_uuids = uuids if len(uuids) == len(gpus) else ()
     if not endpoint_id:
         return GPUAssignment(
             first,
             worker_id,
             assigned_at,
-            gpu_ids=() if len(gpus) == 1 else tuple([gpu.index for gpu in gpus]),
+            gpu_ids=gpu_ids,
             gpu_uuids=gpu_uuids,
             lease_id=lease_id,
             fence=fence,
             expires_at=expires_at,
             _lease_health=lease_health,
+            memory_mb=memory_mb,
             _gpu_names=gpu_names,
+            _memory_total_mb=memory_total_mb,
         )
     names = [make_global_gpu_id(endpoint_id, gpu.index) for gpu in gpus]
     return GlobalGPUAssignment(
@@ -389,7 +432,9 @@ def make_assignment(
         fence=fence,
         expires_at=expires_at,
         _lease_health=lease_health,
+        memory_mb=memory_mb,
         _gpu_names=gpu_names,
+        _memory_total_mb=memory_total_mb,
     )
 
 
@@ -408,8 +453,8 @@ class WorkerInfo:
     on_error: Callable[[Exception], object] = field(default=_do_nothing, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_text("id", self.id)
-        _check_datetime("enqueued_at", self.enqueued_at)
+        check_text("id", self.id)
+        check_datetime("enqueued_at", self.enqueued_at)
         for name in ("callback", "on_error"):
             if not callable(getattr(self, name)):
                 raise TypeError(f"{name} must be callable, not {getattr(self, name)!r}")
@@ -427,8 +472,8 @@ class PoolStatus:
 
     def __post_init__(self) -> None:
         for name in ("total_gpus", "available_gpus", "active_workers", "blocked_workers"):
-            _check_count(name, getattr(self, name))
-        _check_at_most("available_gpus", self.available_gpus, "total_gpus", self.total_gpus)
+            check_count(name, getattr(self, name))
+        check_at_most("available_gpus", self.available_gpus, "total_gpus", self.total_gpus)
 
 
 @dataclass(frozen=True, init=False)
@@ -456,9 +501,9 @@ class MultiEndpointPoolStatus(PoolStatus):
         if (endpoint_details is None) == (endpoints is None):
             raise TypeError("give either endpoint_details or endpoints")
         super().__init__(total_gpus, available_gpus, active_workers, blocked_workers, gpu_assignments)
-        _check_count("total_endpoints", total_endpoints)
-        _check_count("healthy_endpoints", healthy_endpoints)
-        _check_at_most("healthy_endpoints", healthy_endpoints, "total_endpoints", total_endpoints)
+        check_count("total_endpoints", total_endpoints)
+        check_count("healthy_endpoints", healthy_endpoints)
+        check_at_most("healthy_endpoints", healthy_endpoints, "total_endpoints", total_endpoints)
         if endpoint_details is None:
             endpoint_details = [asdict(endpoint) for endpoint in endpoints or ()]
         object.__setattr__(self, "total_endpoints", total_endpoints)
@@ -470,63 +515,6 @@ class MultiEndpointPoolStatus(PoolStatus):
         names = [field.name for field in fields(EndpointInfo)]
         known: list[dict[str, Any]] = [{name: details.get(name) for name in names} for details in self.endpoint_details]
         return [EndpointInfo(**values) for values in known]
-
-
-# --- checks: the error names the field and the value ---
-
-#: Made once: hundreds of GPUs are checked every few seconds.
-_NUMBERS = (int, float)
-
-
-def _check_text(name: str, value: object, *, may_be_empty: bool = False) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, not {value!r}")
-    if not (value or may_be_empty):
-        raise ValueError(f"{name} must not be empty")
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r}")
-
-
-def _check_datetime(name: str, value: object) -> None:
-    if not isinstance(value, datetime):
-        raise TypeError(f"{name} must be a datetime, not {value!r}")
-
-
-def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, not {value!r}")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, but is {value!r}")
-
-
-def _check_number(name: str, value: object, *, may_be_unknown: bool = True, most: float = sys.float_info.max) -> None:
-    if value is None and may_be_unknown:
-        return
-    if not isinstance(value, _NUMBERS) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number{' or None' if may_be_unknown else ''}, not {value!r}")
-    # False for NaN and infinity, and for integers that no float can hold.
-    if not 0 <= value <= most:
-        raise ValueError(
-            f"{name} must be {'from 0 to 100' if most == 100 else 'finite and not negative'}, but is {value!r}"
-        )
-
-
-def _check_percent(name: str, value: object) -> None:
-    _check_number(name, value, most=100)
-
-
-def _check_at_most(name: str, value: float | None, limit_name: str, limit: float | None) -> None:
-    if value is not None and limit is not None and value > limit:
-        raise ValueError(f"{name} must be at most {limit_name} {limit!r}, but is {value!r}")
-
-
-def _check_endpoint_id(name: str, value: object) -> None:
-    _check_text(name, value)
-    if ":" in str(value):
-        raise ValueError(f"{name} must not contain ':', which separates it from the GPU in a global id: {value!r}")
 
 
 def _check_global_gpu_id(global_gpu_id: object, endpoint_id: str, local_gpu_id: int) -> None:

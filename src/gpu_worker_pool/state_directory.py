@@ -9,6 +9,7 @@ import shlex
 import site
 import stat
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -18,7 +19,7 @@ from gpu_worker_pool.errors import LedgerPermissionError, LedgerUnusableError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 VARIABLE: Final = "GPU_POOL_STATE_DIR"
 #: Locks and shared memory are unreliable there, and several hosts would share one folder.
@@ -33,6 +34,8 @@ _PATH_OF_ROOT: Final = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/
 LASTING_ERRORS: Final = frozenset(
     [errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.ELOOP, errno.ENAMETOOLONG]
 )
+#: How long a file of another user may be closed to us: it gets its mode a moment after it was made.
+_SETTLE_SECONDS: Final = 0.05
 _announced: list[bool] = []
 
 
@@ -49,7 +52,7 @@ def state_directory(chosen: str | None = None, environ: Mapping[str, str] | None
     """
     directory = locate(chosen, environ).path
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(directory)
     except OSError as error:
         if error.errno in LASTING_ERRORS or isinstance(error, FileExistsError):
             text = f"cannot make the state directory {directory}: {error.strerror}; set {VARIABLE} to a folder of yours"
@@ -88,6 +91,13 @@ def own_directory(environ: Mapping[str, str] | None = None) -> Path:
     return (Path(base) if base.startswith("/") else Path.home() / ".local" / "state") / "gpu-pool"
 
 
+def make_private(folder: Path) -> None:
+    """Make it, and what is missing above it, for this user alone. What exists stays as it is."""
+    if not folder.exists():
+        make_private(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def _absolute(text: str) -> Path:
     path = Path(text).expanduser()
     if not path.is_absolute():
@@ -108,13 +118,47 @@ def shared_mode(directory: Path) -> int:
 
 
 def share_file(descriptor: int, directory: Path) -> None:
-    """Give a new file to all who may write to its folder, whatever the umask and group of its maker are."""
+    """Give a new file to all who may write to its folder, whatever the umask and group of its maker are.
+
+    Raises an `OSError` for anything else under its name: another user may have put a link to a file of ours there.
+    """
     folder, file = directory.stat(), os.fstat(descriptor)
+    if not stat.S_ISREG(file.st_mode) or file.st_nlink > 1:
+        raise OSError(errno.EINVAL, "not a regular file, or one with a second name", str(directory))
     owner = folder.st_uid if os.geteuid() == 0 else -1  # root must not lock out the owner of the folder
     if file.st_gid != folder.st_gid or owner not in (-1, file.st_uid):
         with suppress(PermissionError):  # not in that group: then the folder is open to all
             os.fchown(descriptor, owner, folder.st_gid)
     os.fchmod(descriptor, shared_mode(directory))
+
+
+def open_shared(path: Path) -> int:
+    """For reading and writing; made if it is not there, for all who may write to its folder."""
+    # No symbolic links: in a shared folder another user could point one at any file.
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        # Without O_CREAT: in a world-writable folder the kernel refuses it for files of other users.
+        descriptor = _open_settled(path, flags)
+    except FileNotFoundError:
+        descriptor = os.open(path, flags | os.O_CREAT, 0o600)
+        with suppress(OSError):  # another process was faster, and does the same
+            share_file(descriptor, path.parent)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def _open_settled(path: Path, flags: int) -> int:
+    """A file that another user just makes is closed to us for a moment: so try more than once."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        try:
+            return os.open(path, flags)
+        except PermissionError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
 
 
 # --- sharing it with other users ---
@@ -147,13 +191,16 @@ def announce_privacy(chosen: str | None = None, say: Callable[[str], object] = l
 
 
 def _own_command() -> list[str]:
-    """`gpu-pool` where root finds this installation under that name; else by a path that works for root too."""
+    """`gpu-pool` where root finds this installation under that name; else by a path that works for root too.
+
+    -P: root must not run what another user has put into the folder in which it is typed.
+    """
     user_site = site.getusersitepackages() if site.ENABLE_USER_SITE else ""
     if user_site and Path(__file__).is_relative_to(user_site):  # root does not look there
-        return ["env", f"PYTHONPATH={user_site}", sys.executable, "-m", "gpu_worker_pool"]
+        return ["env", f"PYTHONPATH={user_site}", sys.executable, "-P", "-m", "gpu_worker_pool"]
     script = Path(sys.executable).with_name("gpu-pool")
     if not script.exists():
-        return [sys.executable, "-m", "gpu_worker_pool"]
+        return [sys.executable, "-P", "-m", "gpu_worker_pool"]
     found = next((path for folder in _PATH_OF_ROOT if (path := Path(folder, "gpu-pool")).exists()), None)
     return ["gpu-pool"] if found is not None and found.samefile(script) else [str(script)]
 
@@ -215,10 +262,11 @@ def _shown_home(path: Path) -> str:
 def file_system_of(path: Path) -> str:
     """The type of the file system, such as `ext4`."""
     kind, longest = "", -1
+    inside = f"{path}/"
     for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
         before, _, after = line.partition(" - ")
         # Blanks in it are written as \\040; for such a mount point its parent's type is returned.
-        mount = Path(before.split()[4])
-        if path.is_relative_to(mount) and len(mount.parts) >= longest:
-            kind, longest = after.split()[0], len(mount.parts)
+        mount = before.split()[4].rstrip("/") + "/"
+        if inside.startswith(mount) and len(mount) >= longest:
+            kind, longest = after.split()[0], len(mount)
     return kind

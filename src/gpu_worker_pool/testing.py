@@ -11,7 +11,8 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from gpu_worker_pool.core import Event, Observed, Pool, PoolSettings, Reading, check_invariants, restore, save
+from gpu_worker_pool.core import Event, Observed, Pool, PoolSettings, Reading, restore, save
+from gpu_worker_pool.core.invariants import check_invariants
 from gpu_worker_pool.models import gpu_id_in_pool
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class History:
     steps: list[tuple[Event, float, tuple[Effect, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pool = Pool(self.settings) if self.start is None else restore(self.start, self.settings)
+        self.pool: Pool = Pool(self.settings) if self.start is None else restore(self.start, self.settings)
 
     def apply(self, event: Event, now: float) -> tuple[Effect, ...]:
         effects = self.pool.apply(event, now)
