@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from tests.fakes.nvidia_smi import FakeNvidiaSMI, healthy_gpu
-from tests.leasing import until
+from tests.leasing import QUICK, until
 from tests.server_process import ServerProcess
+from tests.waiting import eventually
 
 from gpu_worker_pool import (
     GlobalGPUAssignment,
@@ -40,9 +41,7 @@ from gpu_worker_pool.config import EndpointConfig
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
     """Of 8, 4 and 2 GPUs."""
     folder = tmp_path_factory.mktemp("servers")
-    started = [
-        ServerProcess(folder / str(count), GPU_BACKEND=f"simulated:{count}", ACCESS_LOG="false") for count in (8, 4, 2)
-    ]
+    started = [ServerProcess(folder / str(count), GPU_BACKEND=f"simulated:{count}", **QUICK) for count in (8, 4, 2)]
     try:
         for server in started:
             server.start()
@@ -50,6 +49,15 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerPro
     finally:
         for server in started:
             server.kill()
+
+
+@pytest.fixture(autouse=True)
+def all_idle(servers: list[ServerProcess]) -> None:
+    """The GPUs that the last test had still look busy until the next reading."""
+    for server in servers:
+        eventually(
+            lambda server=server: not any(gpu["memory"]["used_mb"] for gpu in server.get("/gpu/stats").json["gpus"])
+        )
 
 
 @pytest.fixture(params=["local", "leases"])
@@ -92,7 +100,7 @@ async def test_life(one: GPUWorkerPoolClient) -> None:
     with pytest.raises(RuntimeError, match="not started"):
         await one.release_gpu(assignment)
     await one.start()
-    assert one.get_pool_status().available_gpus == 8
+    await until(lambda: one.get_pool_status().available_gpus == 8)
     await one.stop()
     assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
 
@@ -144,7 +152,7 @@ async def test_an_assignment_with_one_endpoint(one: GPUWorkerPoolClient) -> None
         assert [worker.id for worker in status.gpu_assignments[assignment.gpu_id]] == [assignment.worker_id]
         await one.release_gpu(assignment)
         await one.release_gpu(assignment)
-        assert one.get_pool_status().available_gpus == 8
+        await until(lambda: one.get_pool_status().available_gpus == 8)
         with pytest.raises(ValueError, match=r"not a|no GPU|holds no"):
             await one.release_gpu(GPUAssignment(0, "somebody", datetime.now()))
         assert one.get_endpoints_info() is None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests.leasing import until
 from gpu_worker_pool.broker import local
 from gpu_worker_pool.broker.local import LocalBroker
 from gpu_worker_pool.clocks import boot_time
+from gpu_worker_pool.core import Requirements
 from gpu_worker_pool.errors import DriverError, ServiceRefusedError, ServiceRetryableError
 from gpu_worker_pool.hardware.readers.choose import readings_name
 from gpu_worker_pool.hardware.sample_log import SampleLog
@@ -51,6 +53,15 @@ async def broker(directory: Path, *answers: DriverAnswer | DriverError | None) -
         yield host
     finally:
         await host.stop()
+
+
+@pytest.fixture
+def eager_threads() -> Iterator[None]:
+    """Other threads run as soon as they can: a question that reaches the ledger first is answered first."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 def another_process_sampled(directory: Path, answer: DriverAnswer | DriverFailure, *, seconds_ago: float) -> None:
@@ -102,6 +113,18 @@ async def test_a_sample_of_another_process_serves_while_it_is_fresh(tmp_path: Pa
     another_process_sampled(tmp_path, ANSWER, seconds_ago=5.0)
     async with broker(tmp_path, None) as host:
         assert (await host.sample(1.0)).answer == ANSWER
+
+
+async def test_what_is_explained_after_a_sample_knows_it(tmp_path: Path, eager_threads: None) -> None:
+    """Also where the sample came at this very moment: else a held GPU would be "missing from the last reading"."""
+    async with broker(tmp_path, None) as host:
+        for turn in range(50):
+            name = f"model {turn}"
+            answer = DriverAnswer((GPUReading(0, name, "GPU-a"),))
+            host._take(HostSample(1, 0, boot_time(), 0.1, "2026-01-01T00:00:00", answer))
+            assert (await host.sample()).answer == answer
+            explained = await host.broker.explain_requirements(Requirements())
+            assert [gpu.name for gpu in explained.gpus] == [name]
 
 
 async def test_a_stale_sample_is_not_an_answer(tmp_path: Path) -> None:
