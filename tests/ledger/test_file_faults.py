@@ -482,6 +482,25 @@ async def test_a_locked_ledger_can_be_looked_at_and_opened(place: InSQLite, monk
         locked.communicate("go on\n")
 
 
+async def test_readings_do_not_hold_up_those_who_look_at_a_locked_ledger(
+    place: InSQLite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program gets a reading every second, and each of them used to wait for the lock as long as a request may."""
+    monkeypatch.setattr(ledger_file, "BUSY_SECONDS", 0.2)
+    await made(place)
+    with writer(place) as locked:
+        async with opened(place) as ledger:
+            with pytest.raises(LedgerUnavailableError, match="locked"):
+                await ledger.submit(read(place, 2))
+            monkeypatch.setattr(ledger_file, "BUSY_SECONDS", 3600.0)
+            async with asyncio.timeout(30):
+                for _ in range(3):
+                    with pytest.raises(LedgerUnavailableError, match="locked"):
+                        await ledger.submit(read(place, 2))
+                    assert await ledger.look(lambda pool, _: len(pool.leases)) == 1
+            locked.communicate("go on\n")
+
+
 async def test_once_it_can_be_written_again_others_are_followed_at_once(
     place: InSQLite, monkeypatch: pytest.MonkeyPatch
 ) -> None:

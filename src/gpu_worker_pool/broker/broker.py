@@ -137,7 +137,7 @@ class LeaseBroker:
         #: MIG devices that no longer exist, until the ledger knows it.
         self._vanished: set[str] = set()
         self._unsubmitted: HostSample | None = None
-        self._observing: asyncio.Task[None] | None = None
+        self._is_observing = False
         self._process_watch = ProcessWatch()
         self._queue_view = SharedView(self._build_queue)
 
@@ -210,11 +210,10 @@ class LeaseBroker:
             raise type(self._why_closed)(str(self._why_closed))
         return self._ledger
 
-    def _run_task(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _run_task(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
     # --- requests ---
 
@@ -426,23 +425,22 @@ class LeaseBroker:
         self.usages.take(sample, self.leases.values())
         # Of several samples that wait to be submitted only the newest matters.
         self._unsubmitted = sample
-        if self._observing is None or self._observing.done():
-            self._observing = self._run_task(self._observe())
-
-    async def until_observed(self) -> None:
-        """Until the ledger knows the last sample that was taken, or has refused it."""
-        if self._observing is not None:
-            await asyncio.wait({self._observing})
+        if not self._is_observing:
+            self._is_observing = True
+            self._run_task(self._observe())
 
     async def _observe(self) -> None:
-        while (sample := self._unsubmitted) is not None:
-            self._unsubmitted = None
-            assert isinstance(sample.answer, DriverAnswer)
-            if self._vanished and await self._submit_quietly(GPUsVanished(gone := tuple(self._vanished))):
-                self._vanished.difference_update(gone)
-            await self._submit_quietly(Observed("", readings_of(sample.answer.gpus), sample.begun_at))
-            if uses := self.usages.to_store(self.leases.values(), self.policy.policy.idle):
-                await self._submit_quietly(UseSeen(uses))
+        try:
+            while (sample := self._unsubmitted) is not None:
+                self._unsubmitted = None
+                assert isinstance(sample.answer, DriverAnswer)
+                if self._vanished and await self._submit_quietly(GPUsVanished(gone := tuple(self._vanished))):
+                    self._vanished.difference_update(gone)
+                await self._submit_quietly(Observed("", readings_of(sample.answer.gpus), sample.begun_at))
+                if uses := self.usages.to_store(self.leases.values(), self.policy.policy.idle):
+                    await self._submit_quietly(UseSeen(uses))
+        finally:
+            self._is_observing = False
 
     # --- the ledger ---
 

@@ -86,7 +86,7 @@ class LocalBroker:
         await self.broker.stop()
 
     async def sample(self, timeout_seconds: float = FIRST_SAMPLE_SECONDS) -> HostSample:
-        """The newest sample with a `DriverAnswer`, at most 15 s old, once the ledger knows it.
+        """The newest sample with a `DriverAnswer`, at most 15 s old, once the ledger was given it.
 
         Waits `timeout_seconds` for the first one. Raises a `ServiceRefusedError` where no driver is installed, and a
         `ServiceRetryableError` where the driver fails or does not answer.
@@ -100,7 +100,8 @@ class LocalBroker:
                     # `sleep(0)` lets the loop take the samples that have already been handed over.
                     await asyncio.sleep(0 if is_up_to_date else _CHECK_SECONDS)
         if (fresh := self._fresh()) is not None:
-            await self.broker.until_observed()
+            # `take` has left it to a task: with its first step the ledger is given it, before any question about it.
+            await asyncio.sleep(0)
             return fresh
         if self._last is not None and isinstance(failure := self._last.answer, DriverFailure):
             if failure.code in NO_DRIVER:

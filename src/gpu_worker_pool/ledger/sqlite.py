@@ -362,8 +362,11 @@ class SQLiteLedger:
     # --- a transaction ---
 
     def _transact(self, events: list[_Job]) -> None:
-        # An event that came while another attempt was under way has waited already.
+        # An event that came while another attempt was under way has waited already. Once an attempt has failed, no
+        # caller waits for readings to be written, but questions wait for the end of the next attempt.
         self._file.asked_at = min((job.asked_at for job in events), default=None)
+        if self._complaint and all(isinstance(job.what, Observed) for job in events):
+            self._file.asked_at = -math.inf
         try:
             with self._file.errors():
                 if not events and self._stamped():

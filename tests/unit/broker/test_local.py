@@ -119,6 +119,7 @@ async def test_what_is_explained_after_a_sample_knows_it(tmp_path: Path, eager_t
     """Also where the sample came at this very moment: else a held GPU would be "missing from the last reading"."""
     async with broker(tmp_path, None) as host:
         for turn in range(50):
+            await until(lambda: not host.broker._is_observing)
             name = f"model {turn}"
             answer = DriverAnswer((GPUReading(0, name, "GPU-a"),))
             host._take(HostSample(1, 0, boot_time(), 0.1, "2026-01-01T00:00:00", answer))
