@@ -37,6 +37,22 @@ def labels(server: ServerProcess) -> list[str]:
     return [row["label"] for row in queue(server)]
 
 
+async def queue_of(server: ServerProcess, waiting: list[str]) -> list[str]:
+    """The order of these, and no others, in one answer of the server.
+
+    One that was granted elsewhere may still stand there, one may still be on its way, and of several workers of a
+    server, one knows it a moment before the next.
+    """
+    found: list[str] = []
+
+    def are_all_there() -> bool:
+        found[:] = labels(server)
+        return sorted(found) == waiting
+
+    await until(are_all_there, 30)
+    return found
+
+
 async def check_order(servers: list[ServerProcess], requests: int) -> None:
     # By name: each new connection looks it up, and the first requests of a client race for that.
     urls = [server.url.replace("127.0.0.1", "localhost") for server in servers]
@@ -52,9 +68,7 @@ async def check_order(servers: list[ServerProcess], requests: int) -> None:
         assert sorted(granted) == list(range(min(GPUS, requests))), "somebody was overtaken by a newcomer"
         waiting = [f"{number:03}" for number in range(GPUS, requests)]
         for server in servers:
-            # One that was granted elsewhere may still stand there, and one may still be on its way.
-            await until(lambda server=server: sorted(labels(server)) == waiting, 30)
-            assert labels(server) == waiting, "they stand in another order"
+            assert await queue_of(server, waiting) == waiting, "they stand in another order"
         for number in range(GPUS, min(GPUS + 2, requests)):
             await client.release_gpu(granted[number - GPUS])
             await until(lambda number=number: number in granted, 30)
