@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -122,7 +123,7 @@ def _parse(file: Path, content: bytes, problems: list[str]) -> dict[str, Any]:
         return {}
     try:
         return tomllib.loads(content.decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems.append(f"{file} cannot be used ({error}): ignoring it")
         return {}
 
@@ -135,12 +136,17 @@ def _text(value: object) -> str | None:
 
 def _key(found: FromFile, problems: list[str]) -> FromFile | None:
     """The key itself is in a file of its own, which only its user can read."""
-    path = found.file.parent / Path(found.value).expanduser()
+    path = Path(found.value)
     try:
-        if path.stat().st_mode & 0o077:
+        path = found.file.parent / path.expanduser()
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):  # a pipe would make every command wait
+            problems.append(f"{found.file}: key_file: {path} is not a regular file; ignoring it")
+            return None
+        if mode & 0o077:
             problems.append(f"{found.file}: key_file: others can read {path}; chmod go-rwx {path}")
         with path.open() as opened:
             return FromFile(opened.read(1000).strip(), found.file)
-    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         problems.append(f"{found.file}: key_file: {path} cannot be read ({error}); ignoring it")
         return None

@@ -78,11 +78,16 @@ def test_an_endpoint_in_the_environment_replaces_those_of_the_file(home: Home) -
         ('lease-ttl = "30"', "lease-ttl: unknown setting"),
         ("endpoint = {}", "endpoint: not a text, a number or a list of texts"),
         ('key_file = "nowhere"', "key_file:"),
+        ('key_file = "~no-such-user/key"', "~no-such-user/key cannot be read"),
+        ('key_file = "pipe"', "pipe is not a regular file"),
+        ('key_file = "a\\u0000b"', "cannot be read (embedded null byte)"),
+        (f"endpoint = {'[' * 3000}{']' * 3000}", "cannot be used (maximum recursion depth exceeded"),
         ("#" * 70_000, "larger than 65536 bytes"),
         ("\xff", "cannot be used"),
     ],
 )
 def test_what_cannot_be_used_is_reported_and_ignored(home: Home, content: str, problem: str) -> None:
+    os.mkfifo(home.file.with_name("pipe"), 0o600)
     home.file.write_bytes(content.encode("latin-1"))
     found = home.settings()[str(home.file)]
     assert problem in found["problem"]

@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ MOST_GROWTH_MIB = 40
 MOST_SENT = 16 * MIB
 
 HEAD = b"Host: localhost\r\nContent-Type: application/json\r\n"
-CHUNKED = b"POST /leases HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+POST = b"POST /leases HTTP/1.1\r\n" + HEAD
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 GET = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -86,6 +88,40 @@ def test_what_is_sent_without_end_is_refused(server: ServerProcess, beginning: b
         assert sent < MOST_SENT
         assert resident_mib(server) - before < MOST_GROWTH_MIB
         assert server.get("/health").status == 200
+
+
+@pytest.mark.parametrize(("has_tls", "most_kib"), [(False, 160), (True, 280)])
+def test_large_bodies_of_many_connections_are_not_stored(tmp_path: Path, has_tls: bool, most_kib: int) -> None:
+    """Nobody needs a key to send one, and with TLS the event loop has a buffer of its own for each connection."""
+    certificate, key, _ = make_certificate(tmp_path / "tls")
+    tls = {"GPU_POOL_TLS_CERT": str(certificate), "GPU_POOL_TLS_KEY": str(key)} if has_tls else {}
+    head = POST + b"Content-Length: 1000000\r\n\r\n"
+    settings = {"GPU_BACKEND": "simulated:2", "ACCESS_LOG": "false", "LOG_LEVEL": "error"} | tls
+    with ServerProcess(tmp_path, **settings) as server, contextlib.ExitStack() as stack:
+        server.ask("POST", "/explain", {})
+        before = resident_mib(server)
+        connections = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(100)]
+        if has_tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.load_verify_locations(certificate)
+            connections = [context.wrap_socket(each, server_hostname="localhost") for each in connections]
+        for each in connections:
+            stack.enter_context(contextlib.closing(each))
+            each.sendall(head)
+        for _ in range(99):
+            for each in connections:
+                each.sendall(b"y" * 10_000)
+        assert resident_mib(server) - before < len(connections) * most_kib / 1024
+        connections[0].sendall(b"y" * 10_000)
+        assert connections[0].recv(65536).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_without_end_is_refused_as_too_large_once_that_is_known(server: ServerProcess) -> None:
+    with connect(server) as connection:
+        connection.sendall(CHUNKED)
+        for _ in range(17):
+            connection.sendall(b"10000\r\n" + b"y" * 65536 + b"\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413")
 
 
 def test_requests_sent_ahead_are_answered_up_to_a_number_and_then_the_connection_is_closed(

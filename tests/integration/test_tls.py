@@ -30,9 +30,10 @@ def make_certificate(folder: Path, name: str = "localhost") -> tuple[Path, Path,
     return certificate, folder / "gpu-pool.key", shown(fingerprint_of(certificate.read_text()))
 
 
-def serve(folder: Path, certificate: Path, key: Path, **settings: str) -> ServerProcess:
+def serve(folder: Path, certificate: Path, key: Path, *, wait: bool = True, **settings: str) -> ServerProcess:
     return ServerProcess(
         folder,
+        wait=wait,
         GPU_BACKEND="simulated:1",
         GPU_POOL_TLS_CERT=str(certificate),
         GPU_POOL_TLS_KEY=str(key),
@@ -140,6 +141,17 @@ def test_a_new_certificate_is_read_on_sighup(tmp_path: Path) -> None:
         key.write_bytes(other_key.read_bytes())
         server.process.send_signal(signal.SIGHUP)
         eventually(lambda: served_fingerprint(server.port) == second)
+
+
+@pytest.mark.parametrize("settings", [{}, {"WORKERS": "2"}, {"RELOAD": "true"}])
+def test_a_sighup_while_the_server_starts_does_not_end_it(tmp_path: Path, settings: dict[str, str]) -> None:
+    """systemd would not even start it again: it takes that for a clean end."""
+    certificate, key, fingerprint = make_certificate(tmp_path / "tls")
+    with serve(tmp_path, certificate, key, wait=False, **settings) as server:
+        assert server.process is not None
+        eventually(lambda: "GPU statistics on" in server.log)
+        server.process.send_signal(signal.SIGHUP)
+        eventually(lambda: served_fingerprint(server.port) == fingerprint)
 
 
 def test_a_server_that_reloads_its_code_reads_its_certificate_on_sighup_too(tmp_path: Path) -> None:

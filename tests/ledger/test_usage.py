@@ -300,6 +300,17 @@ def test_a_field_of_another_type_makes_no_record(field: str, value: Any) -> None
     assert (parse_record(json.dumps(record | {field: value})) is None) != is_harmless
 
 
+@pytest.mark.parametrize("kind", ["lease", "request"])
+@pytest.mark.parametrize(
+    ("field", "value"), [("label", ["a"]), ("label", 7), ("observed_seconds", "x"), ("idle_seconds", "x")]
+)
+def test_a_field_that_a_report_sums_by_or_up_is_of_its_type_or_makes_no_record(
+    kind: str, field: str, value: Any
+) -> None:
+    record = json.loads(record_line(1)) | {"kind": kind, "idle_seconds": 1.0, field: value}
+    assert parse_record(json.dumps(record)) is None or (kind == "request" and field != "label")
+
+
 def record_line(number: int) -> str:
     record = {
         "kind": "lease",

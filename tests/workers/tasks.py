@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,66 @@ class OnlyHereError(Exception):
 
 def raise_only_here() -> None:
     raise OnlyHereError("the text", "more")
+
+
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    """Allows no changes, not even of its traceback."""
+
+    text: str
+
+
+class DisguisedError(Exception):
+    """Is read as a number, and has no text."""
+
+    def __reduce__(self) -> Any:
+        return len, ("abc",)
+
+    def __str__(self) -> str:
+        raise ValueError(self.args[0])
+
+
+def raise_frozen(text: str) -> None:
+    raise FrozenError(text)
+
+
+def raise_disguised(what: str) -> None:
+    raise DisguisedError(what)
+
+
+class EndsItsReader:
+    """A value whose reader ends, where the executor is."""
+
+    def __init__(self, executor_pid: int) -> None:
+        self.executor_pid = executor_pid
+
+    def __reduce__(self) -> Any:
+        return end_if, (self.executor_pid,)
+
+
+class ReadElsewhereError(Exception):
+    """An exception where it is raised, and a number where the executor is."""
+
+    def __init__(self, executor_pid: int) -> None:
+        super().__init__(executor_pid)
+        self.executor_pid = executor_pid
+
+    def __reduce__(self) -> Any:
+        return number_if, (self.executor_pid,)
+
+
+def end_if(pid: int) -> int:
+    if os.getpid() == pid:
+        sys.exit(3)
+    return 0
+
+
+def number_if(pid: int) -> Any:
+    return 3 if os.getpid() == pid else ReadElsewhereError(pid)
+
+
+def raise_read_elsewhere(pid: int) -> None:
+    raise ReadElsewhereError(pid)
 
 
 def unpicklable() -> Any:

@@ -94,6 +94,19 @@ def test_what_cannot_be_pickled_is_an_error_of_its_task_alone(pool: GPUProcessPo
     assert pool.submit(tasks.square, 3).result() == 9
 
 
+def test_an_exception_that_is_none_elsewhere_is_an_error_of_its_task_alone(pool: GPUProcessPoolExecutor) -> None:
+    """Its class decides what is read of it, and whether it can be changed: neither may end a worker or the executor."""
+    with pytest.raises(RuntimeError, match=r"FrozenError: late \(this exception cannot be pickled\)"):
+        pool.submit(tasks.raise_frozen, "late").result(timeout=30)
+    with pytest.raises(RuntimeError, match=r"DisguisedError \(this exception cannot be pickled\)"):
+        pool.submit(tasks.raise_disguised, "text").result(timeout=30)
+    with pytest.raises(RuntimeError, match=r"unpickled here \(TypeError: it is not an exception, but int"):
+        pool.submit(tasks.raise_read_elsewhere, os.getpid()).result(timeout=30)
+    with pytest.raises(RuntimeError, match=r"the result of EndsItsReader cannot be unpickled here \(SystemExit: 3\)"):
+        pool.submit(tasks.EndsItsReader, os.getpid()).result(timeout=30)
+    assert pool.submit(tasks.square, 3).result(timeout=30) == 9
+
+
 def test_large_values_go_there_and_back(pool: GPUProcessPoolExecutor) -> None:
     large = os.urandom(5 << 20)
     assert [found == large for found in pool.map(bytes, [large, large, large])] == [True] * 3

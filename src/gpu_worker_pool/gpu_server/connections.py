@@ -58,11 +58,15 @@ class GuardedProtocol(HttpToolsProtocol):
     most_headers = 128
     #: How many parts the body of a request may come in: each costs some microseconds, however short it is.
     most_parts = 4096
+    #: How much of a body is stored, which is more than any request may have. The rest is read and dropped, so that the
+    #: answer finds a client that listens.
+    most_body_bytes = 64 * 1024
     #: How many requests, and how many bytes of them, a client may send ahead while an earlier one is unanswered. The
     #: connection is closed after the last of these is answered, and the client sends the others again.
     most_pipelined = 16
     most_pipelined_bytes = 64 * 1024
-    #: How much is read and dropped: of a body after its request was answered, and of what was sent too far ahead.
+    #: How much is read and dropped: of a body that is too large or was answered before, and of what was sent too far
+    #: ahead.
     most_unwanted_bytes = 1024 * 1024
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,6 +78,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._headers_seen = 0
         self._parts_seen = 0
+        self._body_bytes = 0
         self._pipelined_bytes = 0
         self._unwanted_bytes = 0
         #: The request that is being answered; `cycle` is the last one that was sent, which may be behind it.
@@ -168,7 +173,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= self.most_pipelined:
             self._take_no_more()
             raise TooMuchError
-        self._headers_seen = self._parts_seen = self._unwanted_bytes = 0
+        self._headers_seen = self._parts_seen = self._unwanted_bytes = self._body_bytes = 0
         super().on_message_begin()
         if self._peer is not None:
             self.scope[PEER] = self._peer  # type: ignore[typeddict-unknown-key]  # our own
@@ -209,9 +214,14 @@ class GuardedProtocol(HttpToolsProtocol):
         self._parts_seen += 1
         if self._parts_seen > self.most_parts:
             raise TooMuchError
-        super().on_body(body)
         if self.cycle.response_complete:
             self._drop(body)
+            return
+        room = max(self.most_body_bytes - self._body_bytes, 0)
+        self._body_bytes += len(body)
+        super().on_body(body[:room])
+        if self._body_bytes > self.most_unwanted_bytes:
+            self.cycle.more_body = False  # it is too large whatever follows: now its answer can say so
 
     def on_message_complete(self) -> None:
         self._header_bytes = 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    import socket
     import ssl
     from collections.abc import Callable, Sized
 
@@ -15,6 +15,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 #: As for a request.
 HANDSHAKE_SECONDS: Final = 10.0
+#: How much the kernel receives for a connection before it is read. With TLS each connection has a buffer for what is
+#: read at once, which would otherwise grow to 256 KiB, whoever sends.
+RECEIVED_BYTES: Final = 16 * 1024
 #: How long to wait after a connection could not be accepted, such as for want of files.
 PAUSE_SECONDS: Final = 0.1
 
@@ -41,6 +44,8 @@ class TLSListener:
         #: Those in their handshake, the oldest first.
         self._shaking: dict[asyncio.Task[None], None] = {}
         listening.setblocking(False)
+        # Connections inherit it.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED_BYTES)
         listening.listen(backlog)
         self._loop = asyncio.get_running_loop()
         self._accepting = self._loop.create_task(self._accept_all())

@@ -48,6 +48,9 @@ def serve(settings: ServerSettings) -> None:
     logging.config.dictConfig(config)
     _allow_many_connections()
     tls = _tls_options(settings)
+    if tls and threading.current_thread() is threading.main_thread():
+        # Until it is handled: one that comes while the server starts must not end it, nor its processes.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     inherited = inherited_sockets()
     scheme = "https" if tls else "http"
     host, port = inherited[0].getsockname()[:2] if inherited else (settings.host, settings.port)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 #: Older tokens belong to leases that were never released, as after a crash: a holder refreshes its token.
 _OLD_SECONDS: Final = 7 * 24 * 3600.0
+_PREFIX: Final = "request-"
 
 
 def allows_insecure_key(environment: Environment | None = None) -> bool:
@@ -62,11 +63,12 @@ class Tokens:
     def _path(self, request_id: str) -> Path:
         # The id comes from a server and must not lead to another folder.
         name = "".join(char if char.isalnum() or char in "._-" else "_" for char in request_id)
-        return self._folder / f"request-{name}"
+        return self._folder / f"{_PREFIX}{name}"
 
     def _forget_old(self) -> None:
         oldest = time.time() - _OLD_SECONDS
-        for entry in self._folder.iterdir():
+        # Only what is named like ours: where HOME is another user's, this may be a link that leads anywhere.
+        for entry in self._folder.glob(f"{_PREFIX}*"):
             with suppress(OSError):  # another process may have removed it
                 if entry.lstat().st_mtime < oldest:
                     entry.unlink()

@@ -145,7 +145,7 @@ class _Reader:
         if "url" not in table:
             raise self._at(path, 'this webhook has no url: write url = "https://…"')
         url = self._text_of(path, table, "url")
-        if url is None or not _URL.fullmatch(url):
+        if url is None or not _URL.fullmatch(url) or not _can_be_sent_to(url):
             raise self._at((*path, "url"), f"url must be an address such as https://chat.example.org/hook, not {url!r}")
         events = self._names((*path, "events"), table.get("events", list(WEBHOOK_EVENTS)))
         for event in events:
@@ -154,7 +154,7 @@ class _Reader:
         template, secret_file = self._text_of(path, table, "template"), self._text_of(path, table, "secret_file")
         if template is not None and len(template) > LONGEST_TEMPLATE:
             raise self._at((*path, "template"), f"template must have at most {LONGEST_TEMPLATE} characters")
-        if secret_file is not None and not secret_file.startswith("/"):
+        if secret_file is not None and (not secret_file.startswith("/") or "\0" in secret_file):
             raise self._at((*path, "secret_file"), f"secret_file must be an absolute path, not {secret_file!r}")
         return Webhook(url, events, template, secret_file)
 
@@ -256,6 +256,16 @@ def _lines_of(text: str) -> dict[_Path, int]:
             for path in _paths_in(content):
                 found.setdefault((*around, *path), line)
     return found
+
+
+def _can_be_sent_to(url: str) -> bool:
+    """As the library says that sends: an address or a port that cannot exist would be noticed only there."""
+    from yarl import URL  # few policies have webhooks
+
+    try:
+        return bool(URL(url).origin().host) and URL(url).port != 0
+    except ValueError:
+        return False
 
 
 def _statements(text: str) -> list[tuple[int, str]]:

@@ -143,6 +143,8 @@ def parse_record(line: bytes | str) -> dict[str, Any] | None:
         return None
     if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in _TEXTS):
         return None
+    if not (found.get("label") is None or isinstance(found["label"], str)):
+        return None
     if found["kind"] == "lease":
         is_whole = all(isinstance(found.get(name), str) for name in _LEASE_TEXTS) and all(
             _is_number(found.get(name)) for name in _LEASE_NUMBERS
@@ -151,6 +153,8 @@ def parse_record(line: bytes | str) -> dict[str, Any] | None:
         if not is_whole or not isinstance(gpus, list) or not all(isinstance(gpu, str) for gpu in gpus):
             return None
         if not (found.get("idle_seconds") is None or _is_number(found["idle_seconds"])):
+            return None
+        if not _is_number(found.get("observed_seconds", 0.0)):
             return None
     found.setdefault("within", None)
     found.setdefault("idle_seconds", None)

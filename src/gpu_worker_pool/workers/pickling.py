@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 import traceback
+from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
 from multiprocessing.reduction import ForkingPickler
@@ -67,36 +68,40 @@ def pickled_value(value: object, name: str) -> bytes:
 def pickled_exception(error: BaseException) -> bytes:
     """With its traceback; what cannot be pickled, or not be read again, is told by a `RuntimeError`."""
     text = "".join(traceback.format_exception(error))
-    error.__traceback__ = error.__cause__ = error.__context__ = None  # they are in the text
-    try:
+    for name in ("__traceback__", "__cause__", "__context__"):  # they are in the text
+        object.__setattr__(error, name, None)  # also where the class allows no changes, as a frozen dataclass
+    with suppress(Exception):
         pickled = dumps((error, text))
-        pickle.loads(pickled)  # noqa: S301  # our own
-    except Exception:
-        said = f"{type(error).__name__}: {error}"
-        pickled = dumps((RuntimeError(f"{said} (this exception cannot be pickled)"), text))
-    return pickled
+        found, _ = pickle.loads(pickled)  # noqa: S301  # our own
+        if isinstance(found, BaseException):
+            return pickled
+    return dumps((RuntimeError(f"{_said(error)} (this exception cannot be pickled)"), text))
 
 
 def unpickled_value(payload: bytes, name: str) -> Any:
     """Of a worker, which runs the code of this program."""
     try:
         return pickle.loads(payload)  # noqa: S301
-    except Exception as error:
-        raise RuntimeError(
-            f"the result of {name} cannot be unpickled here ({type(error).__name__}: {error})"
-        ) from error
+    except BaseException as error:  # whatever its own code raises, it is an error of this task alone
+        raise RuntimeError(f"the result of {name} cannot be unpickled here ({_said(error)})") from error
 
 
 def unpickled_exception(payload: bytes) -> BaseException:
     try:
         error, text = pickle.loads(payload)  # noqa: S301
-    except Exception as failure:
-        return RuntimeError(
-            f"the task raised an exception that cannot be unpickled here ({type(failure).__name__}: {failure})"
-        )
-    error.__cause__ = RemoteTracebackError(text)
-    found: BaseException = error
-    return found
+        if not isinstance(error, BaseException):
+            raise TypeError(f"it is not an exception, but {type(error).__name__}")  # noqa: TRY301
+        object.__setattr__(error, "__cause__", RemoteTracebackError(text))
+    except BaseException as failure:  # as above
+        return RuntimeError(f"the task raised an exception that cannot be unpickled here ({_said(failure)})")
+    return error
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its text is made by the user's code, too
+        return type(error).__name__
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -74,6 +74,19 @@ def test_a_file_that_others_tidy_away_meanwhile_does_no_harm(tokens: Tokens, tmp
     assert not old.exists()
 
 
+def test_what_is_not_a_token_stays_where_the_folder_is_a_link_to_another(tokens: Tokens, tmp_path: Path) -> None:
+    """As root with the HOME of another user, tidying would have emptied any folder that this user chose."""
+    chosen = tmp_path / "etc"
+    chosen.mkdir()
+    (tmp_path / "requests").symlink_to(chosen)
+    (chosen / "passwd").touch()
+    os.utime(chosen / "passwd", (0, 0))
+    mine = new_request()
+    tokens.remember(mine)
+    assert tokens.of(mine.request_id) == mine.owner
+    assert (chosen / "passwd").exists()
+
+
 class EndingOnce:
     """A service at which the first request has ended without its asker."""
 

@@ -8,6 +8,7 @@ from gpu_worker_pool.core.policy import IdleRule, Limits, Policy, Webhook
 from gpu_worker_pool.errors import PolicyError
 from gpu_worker_pool.ledger.policy_text import MOST_WEBHOOKS, parse_policy
 
+HOOK = "https://chat.example.org/hook"
 WHOLE = """
 # The policy of the lab.
 ["*"]
@@ -131,6 +132,14 @@ def test_the_first_that_says_something_counts() -> None:
         (
             '[[webhook]]\nurl = "http://a"\nevents = ["lost", "found"]',
             "p.toml, line 3: there is no event 'found', only granted, ended, lost, idle",
+        ),
+        *(
+            (f'[[webhook]]\nurl = "{url}"', f"p.toml, line 2: url must be an address such as {HOOK}, not {url!r}")
+            for url in ("http://a:99999/", "http://a:0", "http://a:port/", "http://[::1/", "http://[a]/", "http://:80/")
+        ),
+        (
+            '[[webhook]]\nurl = "http://a"\nsecret_file = "/a\\u0000b"',
+            "p.toml, line 3: secret_file must be an absolute path, not '/a\\x00b'",
         ),
         ('[webhook]\nurl = "http://a"', "p.toml, line 1: write [[webhook]] with two brackets: there may be several"),
         (
