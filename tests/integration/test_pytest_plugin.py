@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from tests.cli.programs import GPU_POOL, Programs, is_there
 from tests.waiting import eventually
 
+ROOT = Path(__file__).parents[2]
 #: By the names of their entry points, and without what else is installed here, which takes long to load.
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "gpu_pool", "-p", "xdist", "-p", "no:cacheprovider"]
 STAMPS = """
@@ -91,6 +93,15 @@ def test_a_fixture_of_the_suite_with_the_same_name_wins(project: Project) -> Non
         "test_given.py", "import pytest\n@pytest.mark.parametrize('gpu', [1])\ndef test_it(gpu): assert gpu == 1\n"
     )
     assert project.pytest().returncode == 0
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/WORKERS.md"])
+def test_the_tests_that_a_page_shows_are_run(project: Project, page: str) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    (block,) = [block for block in blocks if "(gpu)" in block]
+    project.write("test_page.py", block)
+    done = project.pytest("-n", "2", gpus=2, PYTHONPATH=str(ROOT / "tests" / "fakes" / "modules"))
+    assert f"{block.count('def test_')} passed" in done.stdout, done.stdout
 
 
 def test_the_variable_is_set_before_modules_are_imported_and_restored(project: Project) -> None:

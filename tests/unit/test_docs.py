@@ -52,6 +52,13 @@ def test_every_python_block_runs(block: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_what_workers_need_is_shown_in_ten_lines() -> None:
+    page = (ROOT / "docs" / "WORKERS.md").read_text(encoding="utf-8")
+    blocks = BLOCK.findall(page)
+    assert len(blocks) == 6
+    assert [block for block in blocks if len(block.splitlines()) > 10] == []
+
+
 def test_there_are_blocks_to_run() -> None:
     assert len(BLOCKS) >= 2
 

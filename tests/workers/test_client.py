@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -143,6 +144,16 @@ def test_another_host_is_refused_with_what_to_do(host: Host) -> None:
         future = pool.submit(tasks.square, 1)
         with pytest.raises(ValueError, match="is another host, and a worker process runs where its GPU is"):
             future.result()
+
+
+def test_other_hosts_are_left_out_where_this_one_is_named_too(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with GPUProcessPoolExecutor(1, service_endpoints=["http://192.0.2.7:8000", server.url]) as pool:
+        assert pool.submit(tasks.initial_environment).result()["GPU_POOL_LEASE_ENDPOINT"] == server.url
+    assert "http://192.0.2.7:8000 is another host: not asked for GPUs of worker processes" in caplog.text
+    eventually(lambda: leases(server) == [])
 
 
 def test_a_server_that_never_answers_is_a_timeout_with_the_reason(host: Host) -> None:

@@ -84,7 +84,9 @@ def test_an_exception_comes_with_the_traceback_of_the_worker(pool: GPUProcessPoo
 def test_what_cannot_be_pickled_is_an_error_of_its_task_alone(pool: GPUProcessPoolExecutor) -> None:
     with pytest.raises(TypeError, match=r"<lambda>, which is not defined at the top level of a module, cannot be"):
         pool.submit(lambda: 1).result(timeout=0)
-    with pytest.raises(TypeError, match="square or one of its arguments cannot be pickled"):
+    with pytest.raises(
+        TypeError, match=r"an argument of square cannot be pickled, .*: pass what a worker can make it from"
+    ):
         pool.submit(tasks.square, threading.Lock()).result(timeout=0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the result of unpicklable cannot be pickled"):
         pool.submit(tasks.unpicklable).result()

@@ -90,7 +90,7 @@ def _lasting_obstacles(reading: Reading, requirements: Requirements, around: Enc
     yield from size_obstacles(reading, requirements)
     reserved = requirements.memory_mb
     if around.memory_mb is not None and reserved is not None and reserved > around.memory_mb:
-        text = f"{around.lease.lease_id} has {around.memory_mb:g} MB of it, {reserved:g} MB are needed"
+        text = f"{around.lease.lease_id} has {around.memory_mb:.10g} MB of it, {reserved:.10g} MB are needed"
         yield Obstacle(ObstacleKind.TOO_SMALL, text, around.memory_mb, reserved)
 
 

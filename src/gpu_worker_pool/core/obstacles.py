@@ -123,7 +123,9 @@ def lasting_obstacles(reading: Reading, requirements: Requirements, settings: Po
 def size_obstacles(reading: Reading, requirements: Requirements) -> Iterator[Obstacle]:
     needed, total = requirements.needed_memory_mb, reading.memory_total_mb
     if total is not None and needed > total:
-        yield Obstacle(ObstacleKind.TOO_SMALL, f"has {total:g} MB in all, {needed:g} MB are needed", total, needed)
+        yield Obstacle(
+            ObstacleKind.TOO_SMALL, f"has {total:.10g} MB in all, {needed:.10g} MB are needed", total, needed
+        )
 
 
 def choice_obstacles(reading: Reading, requirements: Requirements) -> Iterator[Obstacle]:
@@ -188,7 +190,7 @@ def free_memory_obstacles(reading: Reading, requirements: Requirements) -> Itera
         if free is None:
             yield Obstacle(ObstacleKind.MEMORY_UNKNOWN, "does not report its free memory")
         elif free < needed:
-            text = f"{free:.0f} MB free, {needed:g} MB wanted"
+            text = f"{free:.0f} MB free, {needed:.10g} MB wanted"
             yield Obstacle(ObstacleKind.TOO_LITTLE_FREE, text, free, needed)
 
 
@@ -283,7 +285,7 @@ def left_memory_obstacles(left: float | None, needed: float) -> Iterator[Obstacl
     if left is None:
         yield Obstacle(ObstacleKind.MEMORY_UNKNOWN, "does not report how much memory is left")
     elif left < needed:
-        text = f"{max(left, 0):.0f} MB left, {needed:g} MB wanted"
+        text = f"{max(left, 0):.0f} MB left, {needed:.10g} MB wanted"
         yield Obstacle(ObstacleKind.TOO_LITTLE_LEFT, text, left, needed)
 
 

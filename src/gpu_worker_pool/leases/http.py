@@ -76,7 +76,9 @@ class HTTPLeaseService:
         certain_at = sent_at + min(found.waited_seconds or 0.0, boot_time() - sent_at)
         if found.expires_in_seconds is not None and request.ttl_seconds is not None:
             certain_at -= max(request.ttl_seconds - found.expires_in_seconds, 0.0)
-        totals = await self._memory_totals() if request.requirements.share and not found.host else {}
+        # Of another host the server does not know them; UUIDs of simulated GPUs are the same on every host.
+        is_of_the_server = self._is_bound_to_host or not found.host
+        totals = await self._memory_totals() if request.requirements.share and is_of_the_server else {}
         gpus = tuple(LeasedGPU(*gpu, totals.get(gpu[1])) for gpu in found.gpus)
         ends_at = None if found.ends_in_seconds is None else sent_at + found.ends_in_seconds
         return HeldLease(

@@ -26,7 +26,7 @@ from gpu_worker_pool.lease_variables import memory_caps
 from gpu_worker_pool.leases.acquisition import Acquisition
 from gpu_worker_pool.leases.handed_over import assignment_of, variables_of
 from gpu_worker_pool.leases.lease_thread import LeaseThread
-from gpu_worker_pool.leases.places import candidates_at, complete_requirements, places_here
+from gpu_worker_pool.leases.places import candidates_at, checked, complete_requirements, places_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,7 +120,7 @@ class OwnLeases:
         places = [place for place in self._places if endpoint_id in (None, place.config.endpoint_id)]
         acquisition = Acquisition(self._thread.engine, candidates_at(places, request), timeout_seconds=timeout_seconds)
         found.append(acquisition)
-        return await acquisition.run()
+        return await checked(await acquisition.run(), self._places, self._thread.engine)
 
     def release(self, lease: HeldLease) -> None:
         """Harmless if it was lost."""

@@ -28,7 +28,7 @@ from gpu_worker_pool.leases.acquisition import Acquisition
 from gpu_worker_pool.leases.channel import Channel
 from gpu_worker_pool.leases.engine import LeaseEngine
 from gpu_worker_pool.leases.handed_over import variables_of
-from gpu_worker_pool.leases.places import LeasePlace, candidates_at, complete_requirements, places_here
+from gpu_worker_pool.leases.places import LeasePlace, candidates_at, checked, complete_requirements, places_here
 from gpu_worker_pool.leases.processes import processes_of_lease, until_gone
 from gpu_worker_pool.workers.stub import CANNOT_START, Stub
 from gpu_worker_pool.workers.worker_spec import WorkerSpec
@@ -239,7 +239,7 @@ class LeaseProgram:
             with suppress(GPUWorkerPoolError):
                 await acquiring
             return None
-        return acquiring.result()
+        return await checked(acquiring.result(), self._places, self._engine)
 
     def _report(self, worker: _Worker, news: EndpointRequest) -> None:
         if news.trouble is not None:

@@ -47,13 +47,23 @@ def pickled_task(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     try:
         return dumps(task)
     except Exception as error:
-        what = f"{name} or one of its arguments"
-        if "<lambda>" in name or "<locals>" in name:
-            what = f"{name}, which is not defined at the top level of a module,"
+        what, advice = f"an argument of {name}", "pass what a worker can make it from, such as a path"
+        if not _can_be_pickled(function):
+            is_inner = "<lambda>" in name or "<locals>" in name
+            what = f"{name}, which is not defined at the top level of a module," if is_inner else name
+            advice = "define the function at the top level of a module"
         raise TypeError(
             f"{what} cannot be pickled, and so cannot be sent to a worker process "
-            f"({type(error).__name__}: {error}): define the function at the top level of a module"
+            f"({type(error).__name__}: {error}): {advice}"
         ) from error
+
+
+def _can_be_pickled(value: object) -> bool:
+    try:
+        dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 def pickled_value(value: object, name: str) -> bytes:

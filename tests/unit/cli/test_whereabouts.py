@@ -11,7 +11,7 @@ import pytest
 
 from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
 from gpu_worker_pool.cli.running.ssh import check_target
-from gpu_worker_pool.cli.running.whereabouts import CommandPlace, check_places, place_of
+from gpu_worker_pool.cli.running.whereabouts import CommandPlace, check_places, endpoints_of_jobs, place_of
 from gpu_worker_pool.config import parse_endpoints
 from gpu_worker_pool.leases import this_host
 from gpu_worker_pool.leases.own_addresses import Address, addresses_of_this_host
@@ -104,6 +104,16 @@ async def test_another_host_is_refused_with_what_to_do() -> None:
     assert "--ssh" not in str(refused.value)
     await check_places([there], spec(is_here=True))
     await check_places(parse_endpoints(OTHERS), spec(ssh_target=""))
+
+
+async def test_jobs_of_a_map_run_here_and_other_hosts_are_left_out() -> None:
+    here, there = parse_endpoints(["http://127.0.0.1:8000", OTHERS[0]])
+    assert await endpoints_of_jobs([there, here], spec(most_leases=2)) == [here]
+    assert await endpoints_of_jobs([there, here], spec(most_leases=2, is_here=True)) == [there, here]
+    assert await endpoints_of_jobs([there], spec(most_leases=2)) == [there]
+    with pytest.raises(ValueError, match=r"^http.* is another host, and jobs run here: .* or add --here ") as refused:
+        await check_places([there], spec(most_leases=2))
+    assert "--ssh" not in str(refused.value), "it has no such option"
 
 
 async def test_a_host_that_could_not_be_resolved_is_refused_when_it_grants() -> None:

@@ -453,6 +453,7 @@ def test_rule_4_what_was_kept_is_free_again_when_its_waiter_leaves(story: Story)
     [
         (Requirements(count=3), "3 GPUs requested, 2 of 2 could ever serve it"),
         (Requirements(memory_mb=80_001), "80001 MB are needed"),
+        (Requirements(memory_mb=103_809_024), "103809024 MB are needed"),
         (Requirements(min_free_memory_mb=90_000), "90000 MB are needed"),
         (Requirements(gpu_model="B200"), "0 of 2 could ever serve it (GPU 0, 1: NVIDIA H100 80GB HBM3, not B200)"),
         (Requirements(only=("7",)), "not among 7"),

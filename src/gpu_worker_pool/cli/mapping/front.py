@@ -230,7 +230,7 @@ class MapFront(Front):
         code = os.waitstatus_to_exitcode(wait_status)
         status = KILLED - code if code < 0 else code
         left = self._left_behind(slot)
-        self._write_out(running, status, is_reusable=not left)
+        self._write_out(running, is_reusable=not left)
         if left:
             slot.settles_until = time.monotonic() + SETTLE_SECONDS
         took = spoken_seconds(time.monotonic() - running.started_at)
@@ -270,9 +270,9 @@ class MapFront(Front):
             if self._halt.is_now:
                 self._end_jobs(signal.SIGTERM)
 
-    def _write_out(self, running: RunningJob, status: int, *, is_reusable: bool) -> None:
+    def _write_out(self, running: RunningJob, *, is_reusable: bool) -> None:
         try:
-            if status != 0 and self._outputs.is_disk_full(running.files):
+            if self._outputs.is_disk_full(running.files):
                 where = self._outputs.shown_folder
                 self._states.say(
                     f"{self._name(running.job)}: the disk of {where} is full, so its output may be incomplete",

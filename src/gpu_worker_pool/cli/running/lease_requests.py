@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.cli.exits import Status, status_of
 from gpu_worker_pool.cli.running.services import requests_for
-from gpu_worker_pool.cli.running.whereabouts import check_places, place_of
+from gpu_worker_pool.cli.running.whereabouts import check_places, endpoints_of_jobs, place_of
 from gpu_worker_pool.config import MultiEndpointConfigurationManager
 from gpu_worker_pool.errors import GPUWorkerPoolError
 from gpu_worker_pool.lease_variables import outer_leases
 from gpu_worker_pool.leases.acquisition import FIRST_ANSWER_SECONDS, Acquisition, Candidate
 from gpu_worker_pool.leases.endpoint_choice import chosen_endpoints
 from gpu_worker_pool.leases.lease import with_new_id
+from gpu_worker_pool.leases.places import named
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gpu_worker_pool.cli.running.lease_spec import LeaseSpec
     from gpu_worker_pool.cli.running.whereabouts import CommandPlace
     from gpu_worker_pool.config import EndpointConfig
@@ -50,7 +53,12 @@ class LeaseRequests:
 
     async def prepare(self) -> None:
         """Raises `ValueError` or a `GPUWorkerPoolError` if the spec cannot be served."""
-        endpoints = chosen_endpoints(self._spec.endpoints)
+        endpoints: Sequence[EndpointConfig] = chosen_endpoints(self._spec.endpoints)
+        if self._spec.most_leases is not None:
+            chosen, endpoints = endpoints, await endpoints_of_jobs(endpoints, self._spec)
+            if others := [each for each in chosen if each not in endpoints]:
+                text = f"{named(others)}: jobs run here, and {'it is' if len(others) == 1 else 'they are'} not asked"
+                self._channel.report("told", text=text, lease=None)
         await check_places(endpoints, self._spec)
         self._endpoints = {each.endpoint_id: each for each in endpoints}
         self._candidates = [

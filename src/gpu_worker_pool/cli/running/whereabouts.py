@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gpu_worker_pool.config import host_of
 from gpu_worker_pool.leases.endpoint_choice import is_local
+from gpu_worker_pool.leases.places import named, others_of
 from gpu_worker_pool.leases.this_host import is_this_host
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ async def check_places(endpoints: Sequence[EndpointConfig], spec: LeaseSpec) -> 
         return
     if spec.is_here:
         return
-    elsewhere = [each for each in endpoints if not is_local(each) and await is_this_host(host_of(each.url)) is False]
+    elsewhere = await others_of(endpoints)
     if spec.ssh_target is None and elsewhere:
-        raise ValueError(refusal([each.url for each in elsewhere], is_wait=spec.for_pid is not None))
+        raise ValueError(refusal(elsewhere, spec))
     for each in elsewhere:
         ssh_target_of(each.url)
 
@@ -55,16 +56,23 @@ async def place_of(endpoint: EndpointConfig, spec: LeaseSpec) -> CommandPlace:
     if await is_this_host(host_of(endpoint.url)):
         return here
     if spec.ssh_target is None:
-        raise ValueError(refusal([endpoint.url], is_wait=spec.for_pid is not None))
+        raise ValueError(refusal([endpoint], spec))
     return CommandPlace(host_of(endpoint.url), ssh_target_of(endpoint.url))
 
 
-def refusal(urls: Sequence[str], *, is_wait: bool) -> str:
-    are = "is another host" if len(urls) == 1 else "are other hosts"
+async def endpoints_of_jobs(endpoints: Sequence[EndpointConfig], spec: LeaseSpec) -> list[EndpointConfig]:
+    """Of `map`, whose jobs run here: other hosts are left out, such as those of a fleet, unless there are no others."""
+    elsewhere = [] if spec.is_here else await others_of(endpoints)
+    return [each for each in endpoints if each not in elsewhere or len(elsewhere) == len(endpoints)]
+
+
+def refusal(others: Sequence[EndpointConfig], spec: LeaseSpec) -> str:
     here = "--here if those GPUs are this host's, as behind a tunnel"
-    if is_wait:
-        return f"{', '.join(urls)} {are}, and this shell could not use a GPU there: add {here}"
-    return f"{', '.join(urls)} {are}, and a command runs where its GPU is: add --ssh to start it there, or {here}"
+    if spec.for_pid is not None:
+        return f"{named(others)}, and this shell could not use a GPU there: add {here}"
+    if spec.most_leases is not None:  # `map`, which has no --ssh
+        return f"{named(others)}, and jobs run here: name the endpoint of this host, or add {here}"
+    return f"{named(others)}, and a command runs where its GPU is: add --ssh to start it there, or {here}"
 
 
 def _check_one_target(endpoints: Sequence[EndpointConfig], target: str) -> None:
