@@ -538,6 +538,7 @@ class UnderAPolicy(Histories):
                 self.renew(number, None, is_busy=False)
 
     def step(self, event: Event) -> bool:
+        self.oracle.policy_before = self.oracle.policy
         if isinstance(event, PolicyRead):
             self.oracle.policy = event.policy
         return super().step(event)

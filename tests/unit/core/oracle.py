@@ -36,7 +36,7 @@ from gpu_worker_pool.core import (
     Unreachable,
     WakeAt,
 )
-from gpu_worker_pool.core.policy import NO_POLICY, Limits
+from gpu_worker_pool.core.policy import NO_POLICY, Limits, Policy
 
 
 @dataclass
@@ -106,6 +106,8 @@ class Oracle:
         #: Whether leases inside a lease may be lost with it now: an administrator ended it, or its GPUs are gone.
         self.may_lose_inside = False
         self.policy = NO_POLICY
+        #: The one in force until this event: what is due comes before what an event changes.
+        self.policy_before = NO_POLICY
         #: By lease, its time limit: its own, or that of the policy when it was granted.
         self.longest: dict[str, float] = {}
         #: By lease that is to end for idleness, since when that is known.
@@ -394,11 +396,12 @@ class Oracle:
 
     # ---- the rules
 
-    def limits_of(self, request: Request) -> Limits:
+    def limits_of(self, request: Request, policy: Policy | None = None) -> Limits:
         """Of its account, else of everyone; nothing inside a lease, nor without an account, is limited."""
         if not request.account or request.within is not None:
             return Limits()
-        own, everyone = self.policy.accounts.get(request.account, Limits()), self.policy.everyone
+        policy = policy or self.policy
+        own, everyone = policy.accounts.get(request.account, Limits()), policy.everyone
         return Limits(
             everyone.most_gpus if own.most_gpus is None else own.most_gpus,
             everyone.most_waiting if own.most_waiting is None else own.most_waiting,
@@ -420,21 +423,22 @@ class Oracle:
         leases = (lease for lease in self.leases.values() if lease.request.account == account)
         return {gpu_id for lease in leases if lease.request.within is None for gpu_id in lease.gpu_ids}
 
-    def is_kept_back(self, request: Request) -> bool:
+    def is_kept_back(self, request: Request, policy: Policy | None = None) -> bool:
         """Whether a limit keeps it from some GPUs at least."""
-        most = self.limits_of(request).most_gpus
+        most = self.limits_of(request, policy).most_gpus
         return most is not None and len(self._held_by(request.account)) + request.requirements.count > most
 
     def _judge_idleness(self, lease: Lease, now: float) -> None:
         """Rule 14: the policy says so, it computed nothing, it was told, a grace passed, and somebody waits for it."""
-        assert self.limits_of(lease.request).idle_may_be_asked, f"the policy does not let {lease.lease_id} end"
+        policy = self.policy_before
+        assert self.limits_of(lease.request, policy).idle_may_be_asked, f"the policy does not let {lease.lease_id} end"
         assert lease.use is not None
         assert lease.use.busy_at is not None
-        assert lease.use.seen_until - lease.use.busy_at >= self.policy.idle.after_seconds
+        assert lease.use.seen_until - lease.use.busy_at >= policy.idle.after_seconds
         told_at = self.idle_asked[lease.lease_id]
-        assert now - told_at >= self.policy.idle.grace_seconds - 1e-6, f"told at {told_at}, ended at {now}"
+        assert now - told_at >= policy.idle.grace_seconds - 1e-6, f"told at {told_at}, ended at {now}"
         assert any(
-            waiting.request.within is None and not self.is_kept_back(waiting.request)
+            waiting.request.within is None and not self.is_kept_back(waiting.request, policy)
             for waiting in self.waiting.values()
         ), "it ended, and nobody waits who could use it"
 
