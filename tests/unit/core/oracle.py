@@ -567,12 +567,26 @@ class Oracle:
             keeping = [
                 host for host, (eligible, soon) in able.items() if eligible + soon >= first.request.requirements.count
             ]
-            if len(keeping) == 1 and keeping[0] == lease.endpoint_id:
+            if len(keeping) == 1 and keeping[0] == lease.endpoint_id and not self._delays_nobody(served, first, lease):
                 for gpu_id in lease.gpu_ids:
                     why_not = self.why_not(self.cards[gpu_id], first.request.requirements, now)
                     assert why_not is not None, f"{served.request.request_id} took {gpu_id} from {first}"
             if keeping:
                 return
+
+    def _delays_nobody(self, served: Waiting, first: Waiting, lease: Lease) -> bool:
+        """It declared that it is done before a lease which is in the way of the other one anyway."""
+        seconds = _declared(served.request)
+        if seconds is None:
+            return False
+        return any(
+            declared is not None and each.granted_at + declared >= lease.granted_at + seconds - 1e-6
+            for card in self.cards.values()
+            if card.endpoint == lease.endpoint_id and self._is_held(card)
+            for each in card.promises.values()
+            if each.lease_id != lease.lease_id and self._is_sound(card, first.request.requirements, lease.granted_at)
+            for declared in [_declared(each.request)]
+        )
 
     def _judge_overtaking_inside(self, served: Waiting, now: float) -> None:
         """Inside a lease nobody passes one that has waited so long, if only others inside it are in its way."""
@@ -764,3 +778,8 @@ class Oracle:
             if total - max(used, before + declared) < requirements.memory_mb:
                 return "too little left"
         return None
+
+
+def _declared(request: Request) -> float | None:
+    """How long it says that it will take: a limit is an expectation, too."""
+    return min((each for each in (request.expected_seconds, request.max_seconds) if each is not None), default=None)
