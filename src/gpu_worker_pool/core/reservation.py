@@ -116,10 +116,12 @@ def _free_at(allocator: GPUAllocator, gpu: GPUResourceState, requirements: Requi
         return None
     if allocator.is_eligible(gpu, requirements, now):
         return NOTHING_IN_THE_WAY
-    if gpu.leases and all(lease.is_live for lease in gpu.leases.values()):
-        return max(expected_end(lease, now) for lease in gpu.leases.values())
-    # A quarantine or a foreign process may last for ever, so only the first seconds after a release count: then a GPU
-    # may look busy because utilization is a trailing average and memory takes a while to return.
+    if gpu.leases:
+        # A quarantine may last for ever.
+        is_held = all(lease.is_live for lease in gpu.leases.values())
+        return max(expected_end(lease, now) for lease in gpu.leases.values()) if is_held else None
+    # So may a foreign process, and only the first seconds after a release count: then a GPU may look busy because
+    # utilization is a trailing average and memory takes a while to return.
     return now if now - gpu.freed_at <= settings.settle_seconds else None
 
 

@@ -419,6 +419,19 @@ def test_rule_4_nor_does_a_quarantine_that_does_not_end(story: Story) -> None:
     assert granted(story.asks("small")) == [("small", ("1",))]
 
 
+def test_rule_4_nor_does_a_quarantine_that_has_just_begun(story: Story) -> None:
+    story.reads(*gpus(3))
+    story.asks("stays")
+    story.asks("gone", ttl=1000.0)
+    story.asks("other")
+    story.asks("triple", Requirements(count=3))
+    story.now += 61.0
+    story.reads(*gpus(3))
+    story.happens(HolderGone(story.lease("gone").lease_id))
+    story.releases("other")
+    assert granted(story.asks("small")) == [("small", ("2",))]
+
+
 def test_rule_4_a_shared_gpu_drains_for_one_that_needs_all_of_it(story: Story) -> None:
     quarter = Requirements(memory_mb=20_000, share=True)
     story.reads(gpu(0))
