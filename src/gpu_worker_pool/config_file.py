@@ -88,6 +88,8 @@ def _read(found: tuple[Path, ...]) -> _Content:
     for file in found:
         try:
             if not _is_there(file):
+                if os.environ.get(VARIABLE, "").strip() and not os.path.lexists(file):
+                    problems.append(f"{file} does not exist, and {VARIABLE} names it: no file is read")
                 continue
             with file.open("rb") as opened:
                 content = opened.read(_MOST_BYTES + 1)

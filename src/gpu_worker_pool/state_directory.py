@@ -122,9 +122,8 @@ def share_file(descriptor: int, directory: Path) -> None:
 
     Raises an `OSError` for anything else under its name: another user may have put a link to a file of ours there.
     """
+    check_ordinary(descriptor, directory)
     folder, file = directory.stat(), os.fstat(descriptor)
-    if not stat.S_ISREG(file.st_mode) or file.st_nlink > 1:
-        raise OSError(errno.EINVAL, "not a regular file, or one with a second name", str(directory))
     owner = folder.st_uid if os.geteuid() == 0 else -1  # root must not lock out the owner of the folder
     if file.st_gid != folder.st_gid or owner not in (-1, file.st_uid):
         with suppress(PermissionError):  # not in that group: then the folder is open to all
@@ -143,10 +142,22 @@ def open_shared(path: Path) -> int:
         descriptor = os.open(path, flags | os.O_CREAT, 0o600)
         with suppress(OSError):  # another process was faster, and does the same
             share_file(descriptor, path.parent)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        check_ordinary(descriptor, path)
+    except OSError:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise
     return descriptor
+
+
+def check_ordinary(descriptor: int, path: Path) -> None:
+    """Raises an `OSError` for what another user of the folder may have put there: a pipe, or a file from elsewhere.
+
+    A second name is as good as a link: where the kernel does not forbid it, anybody can give one to a file of root.
+    """
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        raise OSError(errno.EINVAL, "not a regular file, or one with a second name", str(path))
 
 
 def _open_settled(path: Path, flags: int) -> int:

@@ -95,6 +95,18 @@ def test_what_cannot_be_used_is_reported_and_ignored(home: Home, content: str, p
     assert done.returncode == 0, done
 
 
+def test_a_file_that_was_chosen_and_is_not_there_is_reported(home: Home) -> None:
+    """Else a slip of the pen would silently be local:// instead of the server."""
+    home.file.write_text('endpoint = "http://gpu1:8000"\n')
+    nowhere = str(home.folder / "confg.toml")
+    problem = home.settings(GPU_POOL_CONFIG=nowhere)[nowhere]["problem"]
+    assert "does not exist, and GPU_POOL_CONFIG names it" in problem
+    done = home.run("-m", "gpu_worker_pool", "status", GPU_BACKEND="simulated:1", GPU_POOL_CONFIG=nowhere)
+    assert (done.returncode, nowhere in done.stderr) == (0, True)
+    quiet = home.run("-m", "gpu_worker_pool", "status", GPU_BACKEND="simulated:1", GPU_POOL_CONFIG="/dev/null")
+    assert (quiet.returncode, quiet.stderr) == (0, "")
+
+
 def test_a_key_that_others_can_read_is_reported(home: Home) -> None:
     home.file.write_text('key_file = "key"\n')
     (key := home.file.parent / "key").write_text("a-key-that-is-long-enough")

@@ -199,8 +199,10 @@ async def test_a_folder_that_others_can_write_to_is_refused(server: SocketServer
     run = Path(server.socket).parent
     for mode in (0o775, 0o1777):
         run.chmod(mode)
-        with pytest.raises(ServiceRefusedError, match=f"other users can write to {run}"):
+        with pytest.raises(ServiceRefusedError, match=f"other users can write to {run}") as refused:
             await health_of(server.socket)
+        # Typed for /tmp, it would close /tmp to all users.
+        assert (f"sudo chmod go-w {run}" in str(refused.value)) == (mode == 0o775)
     done = programs.call("run", "--", "true")  # does not wait for it
     assert (done.returncode, "is refused" in done.stderr) == (UNAVAILABLE, True)
     assert leases(server) == []

@@ -143,7 +143,7 @@ def test_a_new_certificate_is_read_on_sighup(tmp_path: Path) -> None:
         eventually(lambda: served_fingerprint(server.port) == second)
 
 
-@pytest.mark.parametrize("settings", [{}, {"WORKERS": "2"}, {"RELOAD": "true"}])
+@pytest.mark.parametrize("settings", [{}, {"WORKERS": "2"}])
 def test_a_sighup_while_the_server_starts_does_not_end_it(tmp_path: Path, settings: dict[str, str]) -> None:
     """systemd would not even start it again: it takes that for a clean end."""
     certificate, key, fingerprint = make_certificate(tmp_path / "tls")

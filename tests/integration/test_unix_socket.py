@@ -303,7 +303,13 @@ def test_what_is_not_our_socket_is_not_replaced(folder: Path) -> None:
     assert (path.read_text(), target.read_text()) == ("precious", "precious")
     path.unlink()
     run.chmod(0o777)
-    assert f"other users can write to the folder {run}" in refusal_to_start(folder)
+    assert f"other users can write to the folder {run}, and could replace the socket: chmod go-w {run}, or" in (
+        refusal_to_start(folder)
+    )
+    run.chmod(0o1777)
+    said = refusal_to_start(folder)
+    assert f"other users can write to the folder {run}" in said
+    assert "chmod" not in said, "typed for /tmp, it would close /tmp to all users"
     run.chmod(0o755)
     assert "API_PREFIX" in refusal_to_start(folder, API_PREFIX="/api")
     assert list(run.iterdir()) == []

@@ -273,6 +273,15 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     assert target.read_text() == "precious\n"
 
 
+def test_a_file_from_elsewhere_is_not_written_to_by_its_second_name(tmp_path: Path) -> None:
+    target = tmp_path / "other"
+    target.write_text("precious\n")
+    (tmp_path / "usage.jsonl").hardlink_to(target)
+    with pytest.raises(OSError, match="one with a second name"):
+        UsageFile(tmp_path / "usage.jsonl").append(["{}"])
+    assert target.read_text() == "precious\n"
+
+
 def test_a_pipe_in_its_place_makes_nobody_wait(tmp_path: Path) -> None:
     file = UsageFile(tmp_path / "usage.jsonl")
     os.mkfifo(file.path)

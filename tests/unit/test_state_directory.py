@@ -11,7 +11,7 @@ import pytest
 
 from gpu_worker_pool import state_directory as module
 from gpu_worker_pool.errors import LedgerPermissionError, LedgerUnusableError
-from gpu_worker_pool.state_directory import announce_privacy, locate, share_file, state_directory
+from gpu_worker_pool.state_directory import announce_privacy, locate, open_shared, share_file, state_directory
 
 
 @pytest.fixture(autouse=True)
@@ -122,3 +122,14 @@ def test_a_link_that_another_user_made_is_not_opened_to_others(tmp_path: Path) -
         share_file(descriptor, folder)
     os.close(descriptor)
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+
+
+def test_a_file_from_elsewhere_with_a_second_name_in_the_folder_is_not_opened(tmp_path: Path) -> None:
+    """Its content would be replaced, as root by whoever may write to the folder, where links are not restricted."""
+    precious, name = tmp_path / "precious", tmp_path / "readings-real-v3.jsonl"
+    precious.write_text("precious")
+    name.hardlink_to(precious)
+    with pytest.raises(OSError, match="one with a second name"):
+        open_shared(name)
+    name.unlink()
+    os.close(open_shared(precious))

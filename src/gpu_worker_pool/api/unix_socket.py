@@ -55,8 +55,9 @@ def _trusted_owner(path: str) -> int:
     finally:
         os.close(descriptor)
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        is_for_all = found.st_mode & stat.S_ISVTX  # one like /tmp must stay so
+        advice = "let the server listen in a folder of its own" if is_for_all else f"sudo chmod go-w {folder}"
         raise ServiceRefusedError(
-            f"the server on {path} is refused: other users can write to {folder}, and replace the socket; "
-            f"sudo chmod go-w {folder}"
+            f"the server on {path} is refused: other users can write to {folder}, and replace the socket; {advice}"
         )
     return found.st_uid

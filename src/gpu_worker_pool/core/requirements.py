@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from gpu_worker_pool.core.readings import Reading
@@ -55,7 +55,7 @@ class Requirements:
             raise ValueError(f"priority must be a whole number, not {self.priority!r}")
         for name in ("memory_mb", "min_free_memory_mb"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+            if value is not None and not (_is_number(value) and 0 < value <= _LARGEST):
                 raise ValueError(f"{name} must be a number above 0, not {value!r}")
         for name in ("memory_threshold", "utilization_threshold"):
             value = getattr(self, name)
@@ -133,6 +133,10 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+#: A whole number may be larger, and cannot be calculated with then.
+_LARGEST: Final = math.nextafter(math.inf, 0.0)
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -153,7 +157,7 @@ def make_declared(expected_seconds: float | None, max_seconds: float | None) -> 
     if expected_seconds is None and max_seconds is None:
         return NOTHING_DECLARED
     for name, value in (("expected_seconds", expected_seconds), ("max_seconds", max_seconds)):
-        if value is not None and not (_is_number(value) and 0 < value < math.inf):
+        if value is not None and not (_is_number(value) and 0 < value <= _LARGEST):
             raise ValueError(f"{name} must be a number above 0, not {value!r}")
     return Declared(expected_seconds, max_seconds)
 

@@ -149,9 +149,13 @@ def _integer(value: object) -> int:
 
 
 def _number(value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+    try:
+        found = float(value) if type(value) in (int, float) else math.nan  # type: ignore[arg-type]
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
         raise MessageError("must be a number")
-    return float(value)  # type: ignore[arg-type]
+    return found
 
 
 def _flag(value: object) -> bool:
@@ -178,7 +182,7 @@ def _request(value: object) -> Request:
     try:
         # What else a newer version knows of a request does not matter; an unknown requirement would, and is refused.
         request = request_of({name: each for name, each in value.items() if name in REQUEST_FIELDS})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise MessageError(f"must be a request: {str(error)[:200]}") from None
     for each in (request.request_id, request.worker_id, request.owner, request.account, request.process):
         _text(each)

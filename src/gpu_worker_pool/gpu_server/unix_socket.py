@@ -135,9 +135,11 @@ def _check_folder(folder: Path) -> None:
         owner = user_name(found.st_uid)
         raise OSError(f"the folder {folder} belongs to {owner}, who could replace the socket: choose another path")
     if found.st_mode & 0o022:
+        # One like /tmp is for all users, and must stay so.
+        advice = "" if found.st_mode & stat.S_ISVTX else f"chmod go-w {folder}, or "
         raise OSError(
-            f"other users can write to the folder {folder}, and could replace the socket: chmod go-w {folder}, or "
-            "choose another path"
+            f"other users can write to the folder {folder}, and could replace the socket: {advice}choose another path, "
+            "in a folder of its own"
         )
 
 

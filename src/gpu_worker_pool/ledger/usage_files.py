@@ -7,15 +7,13 @@ readers count equal lines once.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.ledger.records import seconds_of
-from gpu_worker_pool.state_directory import share_file
+from gpu_worker_pool.state_directory import check_ordinary, share_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -74,9 +72,11 @@ class UsageFile:
 def _open(path: Path, flags: int) -> int:
     """Of a shared folder: a link is not followed, and a pipe does not make it wait. Raises an `OSError`."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        check_ordinary(descriptor, path)
+    except OSError:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise
     return descriptor
 
 
