@@ -54,7 +54,7 @@ def why_kept_back(pool: Pool, request: Request) -> str | None:
     if len(held) + count <= most or _fits_on(held, request):
         return None
     if len(held) >= most:
-        return f"{_who(request)} holds {_gpus(len(held))}, its most"
+        return f"{_who(request)} holds {_gpus(len(held))}, its limit"
     return f"{_who(request)} holds {_gpus(len(held))} of the {most} it may hold"
 
 

@@ -100,7 +100,7 @@ class PolicyFile:
             text = read_text(path)
             _parse(text, str(path))
         except PolicyError as error:
-            self._use(stored, f"{error}; {'the policy before it' if stored else 'no policy'} is in force")
+            self._use(stored, f"{error}; {'the previous policy' if stored else 'no policy'} is in force")
             return stored
         stored = self._own = StoredPolicy(str(path), text)
         self._use(stored, None)

@@ -127,7 +127,7 @@ def test_a_bad_file_keeps_the_old_policy_and_says_so_once(place: Place, caplog: 
         assert file.update(stored) == stored
     sentence = (
         f"{place.host_file}, line 2: 'most_gpu' is not a limit; did you mean most_gpus?; "
-        "the policy before it is in force"
+        "the previous policy is in force"
     )
     assert file.in_force == (Policy(everyone=file.in_force.policy.everyone), str(place.host_file), sentence)
     assert gpus_allowed(file) == 1
