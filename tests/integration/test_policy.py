@@ -206,7 +206,7 @@ with client:
             ), asked.stderr
         eventually(lambda: "SIGUSR1" in log.read_text())
         assert run.wait(20) == 5, "the command ended by itself, as it wanted"
-        assert "you are asked to give it back: somebody asks for it: a demo" in run.err
+        assert "you are asked to give it back: another user asks for it: a demo" in run.err
         eventually((lab.folder / "python-asked").exists)
         assert python.wait(20) == 0
         missing = programs.call("yield", "lease-99", "-e", lab.server.url)

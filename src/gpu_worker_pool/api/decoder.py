@@ -399,7 +399,7 @@ class LeaseRow(NamedTuple):
     expires_in_seconds: float | None = None
     #: Until its time limit ends it; None: it has none, or the server is an older one.
     ends_in_seconds: float | None = None
-    #: Why its holder is asked to give it back; None: nobody asks.
+    #: Why its holder is asked to give it back; None: it is not asked.
     yield_reason: str | None = None
     #: When the policy ends it if it stays idle.
     leave_in_seconds: float | None = None
@@ -469,7 +469,7 @@ def read_lease_row(value: object) -> LeaseRow:
     gpus = tuple((gpu["gpu_id"], gpu["uuid"], gpu["name"]) for gpu in row["gpus"])
     names = ("waited_seconds", "expires_in_seconds", "ends_in_seconds", "leave_in_seconds")
     times = {name: row[name] for name in names}
-    reason = (row["yield_reason"] or "somebody asks for it") if row["yield_asked"] else None
+    reason = (row["yield_reason"] or "another user asks for it") if row["yield_asked"] else None
     return LeaseRow(
         row["lease_id"],
         row["request_id"],

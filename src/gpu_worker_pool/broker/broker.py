@@ -263,7 +263,7 @@ class LeaseBroker:
     async def place(self, request: Request, *, poll_id: str = "", is_offer: bool = False) -> Lease:
         """Grant it now, or raise an `ImpossibleRequestError` and forget it: its fleet says whose turn it is.
 
-        Once it has a lease here, it is that lease. `is_offer`: nobody listens, so it must be claimed like any offer.
+        Once it has a lease here, it is that lease. `is_offer`: no client polls, so it must be claimed like any offer.
         """
         poll_deadline = self._clock() - 1.0 if is_offer else None
         event = Requested(request, poll_deadline=poll_deadline, poll_id=poll_id, may_wait=False)
@@ -363,7 +363,7 @@ class LeaseBroker:
         )
 
     async def queue(self) -> tuple[Waiting, ...]:
-        """All waiting requests, in order: the same object for all who ask before anything has changed."""
+        """All waiting requests, in order: the same object until something changes."""
         self._opened()
         return await self._queue_view.get()
 
@@ -382,7 +382,7 @@ class LeaseBroker:
 
     @property
     def ledger_id(self) -> str:
-        """Tells this ledger from all others."""
+        """Identifies this ledger."""
         return hashlib.sha256(f"ledger {self._opened().secret}".encode()).hexdigest()[:32]
 
     async def request_of(self, request_id: str) -> Request | None:

@@ -60,7 +60,7 @@ class InProcessService:
         await self._in_clients_loop(self._take_back(request.request_id))
 
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> YieldNotice | None:  # noqa: ARG002
-        """It lasts until it is released, and nobody asks for it."""
+        """It lasts until it is released, and is never asked to yield."""
         return None
 
     async def has_waiting(self) -> bool:

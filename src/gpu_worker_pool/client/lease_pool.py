@@ -239,7 +239,7 @@ class LeasePool:
         """In the lease thread."""
         held = await acquisition.run()
         if self._loop.is_closed():
-            acquisition.withdraw()  # nobody is left to give it back
+            acquisition.withdraw()  # its caller has gone and cannot give it back
         return held
 
     def _acquisition(

@@ -1,7 +1,7 @@
-"""Fair share: how much each account used of late, and the order that follows from it.
+"""Fair share: how much each account used lately, and the order that follows from it.
 
-Use is counted in GPU seconds, from the grant of a lease to its end, a share by its part of the memory. What was used
-counts half as much after each half-life, so that one day of much use is not held against anybody for ever.
+Use is measured in GPU seconds, from the grant of a lease to its end; a share counts in proportion to its memory. It
+decays with a half-life, so that a day of heavy use does not count against an account for ever.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FairShare:
     def __init__(self, settings: PoolSettings, gpus: Mapping[str, GPUResourceState]) -> None:
         self._gpus = gpus
         self._age_seconds = settings.fair_share_age_seconds
-        #: Per second, what is left of use is multiplied by e to the power of minus this.
+        #: The rate of decay: use falls by the factor exp(-rate) per second.
         self._decay = math.log(2.0) / (settings.fair_share_half_life_seconds or 1.0)
         #: The moment whose use and ages decide the order: it stays the same between two assignments.
         self.now: float = -math.inf
@@ -82,7 +82,7 @@ class FairShare:
             self.began(lease, now)
 
     def resumed(self, unserved_seconds: float) -> None:
-        """Time in which nobody served the ledger neither counts nor lets anything decay."""
+        """Time in which no process served the ledger adds no use and causes no decay."""
         for name, account in self._accounts.items():
             account.at += unserved_seconds
             self.changed.add(name)
@@ -129,12 +129,12 @@ class FairShare:
         return self._decayed(account, passed) if passed > 0 else account.used
 
     def gpus_of(self, name: str) -> float:
-        """How many GPUs it uses now, shares by their part."""
+        """How many GPUs it uses now; a share counts in proportion to its memory."""
         account = self._accounts.get(name)
         return 0.0 if account is None else account.rate
 
     def uses(self, names: Iterable[str] | None = None) -> Iterator[Use]:
-        """As they are stored, by name: which of them came first depends on who keeps the ledger."""
+        """As they are stored, sorted by name: their order of arrival differs between processes."""
         for name in sorted(self._accounts if names is None else names):
             yield Use(name, self._accounts[name].used, self._accounts[name].at)
 
@@ -146,13 +146,13 @@ class FairShare:
         self.changed.clear()
 
     def stored(self) -> None:
-        """All changes are safe."""
+        """All changes are on disk."""
         self.changed.clear()
 
     # The order
 
     def order(self, waiter: Waiter) -> tuple[Any, ...]:
-        """Priority; then those that waited beyond the age bound, by arrival; then who used least; then arrival."""
+        """Priority; then age beyond the bound, by arrival; then the account's use, lowest first; then arrival."""
         request = waiter.request
         return self.order_of(
             request.requirements.priority, request.account, request.within, waiter.enqueued_at, waiter.ticket
@@ -161,7 +161,7 @@ class FairShare:
     def order_of(
         self, priority: int, account: str, within: str | None, enqueued_at: float, ticket: int
     ) -> tuple[Any, ...]:
-        if within is not None:  # what is inside a lease has been paid for by its holder
+        if within is not None:  # the lease around it already counts as use of its holder
             return (-priority, 0, 0.0, ticket)
         if self.now - enqueued_at > self._age_seconds:
             return (-priority, 0, 0.0, ticket)

@@ -1,7 +1,7 @@
 """The limits of a policy: what an account can never have, and which of its requests wait until it holds less.
 
-A request that a limit keeps back is passed by all others, and no GPU is reserved for it. Inside a lease nothing is
-limited: the lease around it was.
+Requests that wait because of a limit are passed by all others, and no GPU is reserved for them. Inside a lease nothing
+is limited: the lease around it was.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def never_allowed(pool: Pool, request: Request) -> tuple[str, ...]:
 
 
 def why_kept_back(pool: Pool, request: Request) -> str | None:
-    """The limit that keeps this request waiting now; None: there is none, or it keeps it from some GPUs only."""
+    """The limit that keeps this request waiting now; None: there is none, or it excludes only some GPUs."""
     most = limits_of(pool, request).most_gpus
     if most is None:
         return None
@@ -59,7 +59,7 @@ def why_kept_back(pool: Pool, request: Request) -> str | None:
 
 
 def only_on(pool: Pool, request: Request) -> Collection[str] | None:
-    """The only GPUs that its limit leaves it: another share of a GPU that the account holds already; None: any."""
+    """The GPUs that its limit still allows: those on which the account already holds a share; None: any."""
     most = limits_of(pool, request).most_gpus
     if most is None:
         return None
@@ -72,7 +72,7 @@ def _fits_on(held: Collection[str], request: Request) -> bool:
 
 
 def check_waiting(pool: Pool, request: Request) -> None:
-    """Raises a `PolicyLimitError` where the account may have no further request that waits."""
+    """Raises a `PolicyLimitError` if the account already has as many waiting requests as it may."""
     most = limits_of(pool, request).most_waiting
     if most is not None and pool.queue.of_account(request.account) >= most:
         raise PolicyLimitError(f"{_who(request)} may have {_waiting(most)} at most: wait for one of them, or cancel it")

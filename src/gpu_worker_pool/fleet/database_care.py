@@ -46,9 +46,9 @@ class DatabaseFacts:
 def make_tables(
     store: PostgresStore, office: Office | None = None, steps: Mapping[int, tuple[str, ...]] = STEPS
 ) -> Made:
-    """Makes the tables, or brings them up to this version; several may do so at once. All of it or nothing.
+    """Makes the tables, or upgrades them to this version, in one transaction; several processes may call it at once.
 
-    `office`: that of the dispatcher who does so; whoever is in office meanwhile must not be disturbed.
+    `office`: of the dispatcher that calls it; another dispatcher that is in office must not be disturbed.
     """
     with store.transaction(seconds=_SECONDS) as cursor:
         cursor.execute("SELECT pg_advisory_xact_lock(%s)", [LOCK])
@@ -104,7 +104,7 @@ def _check_office(cursor: Cursor, office: Office) -> None:
 
 
 def examine(store: PostgresStore) -> DatabaseFacts:
-    """Also where there are no tables yet: what this user may do is then about the whole database."""
+    """Works without tables too: then it checks the privileges on the database."""
     begun = time.monotonic()
     with store.transaction(is_read_only=True) as cursor:
         round_trip_seconds = (time.monotonic() - begun) / 2

@@ -37,7 +37,7 @@ class HTTPLeaseService:
         `is_bound_to_host`: where the server is in a fleet, requests are for GPUs of its host alone.
         """
         self.endpoint_id = endpoint_id
-        #: The servers of one fleet, of which any will do: the first is asked, and becomes the last when it is silent.
+        #: The servers of one fleet, all equivalent: the first is asked, and moves to the end if it does not answer.
         self._servers = [api]
         self._is_bound_to_host = is_bound_to_host
         self._enclosing_tokens = {} if enclosing_tokens is None else enclosing_tokens

@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-#: How often to check for commits of other processes, which also ring where they know whom they concern.
+#: How often to check for commits of other processes, which also ring (`bell.py`) the processes they concern.
 FOLLOW_SECONDS: Final = 0.05
 #: After a failure, how long until this thread tries again by itself.
 PAUSE_SECONDS: Final = 1.0
@@ -78,14 +78,14 @@ PAUSE_SECONDS: Final = 1.0
 #: file does not grow without bound.
 FORGET_SECONDS: Final = 60.0
 FORGET_CHANGES: Final = 4_000
-#: The same where they still need too much space.
+#: The interval while they still need too much space.
 FORGET_CHANGES_SOON: Final = 400
 #: How long records wait, so that many are written at once; and after a failure.
 RECORD_SECONDS: Final = 1.0
 RECORD_AGAIN_SECONDS: Final = 10.0
 MANY_RECORDS: Final = 64
 MOST_AT_ONCE: Final = 256
-#: For how long questions are answered before the next events have their turn.
+#: How long questions are answered before it is the turn of the next events.
 QUESTIONS_SECONDS: Final = 0.01
 #: How many outcomes are kept in memory; others are looked up in the file.
 MOST_OUTCOMES: Final = 1000
@@ -296,7 +296,7 @@ class SQLiteLedger:
         self._answer_some(questions)
 
     def _answer_some(self, questions: deque[_Job]) -> None:
-        """The others in the next turn: who only looks must not delay who renews."""
+        """The others are answered in the next turn: reading must not delay renewals."""
         until = time.monotonic() + QUESTIONS_SECONDS
         while questions:
             self._answer_question(questions.popleft())
@@ -392,7 +392,7 @@ class SQLiteLedger:
             pool, now, foreign = news.pool, news.now, self._requests.take_changes()
             effects: list[Effect] = []
             is_to_write = self._write_records()
-            # From here on this process decides: all changes are written and reported.
+            # From here on, this process decides: all changes are written and reported.
             if news.resumed is not None and not self._has_served_unstamped(pool):
                 effects += _apply(pool, news.resumed, now)  # before any other event, which would run timers
             if self._policy_file is not None:
@@ -563,7 +563,7 @@ class SQLiteLedger:
     def _is_held_by_all(self, event: Renewed) -> bool:
         """Whether no process can write the ledger, so that the lease has a full TTL from now on (rule 10).
 
-        Whoever can write it again first finds that nobody served it until then.
+        The process that first writes it again finds that it was not served until then.
         """
         connection = self._file.connection
         try:

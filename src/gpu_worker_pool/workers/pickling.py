@@ -65,7 +65,7 @@ def pickled_value(value: object, name: str) -> bytes:
 
 
 def pickled_exception(error: BaseException) -> bytes:
-    """With its traceback; what cannot be pickled, or not be read again, is told by a `RuntimeError`."""
+    """With its traceback; an exception that cannot be pickled, or read again, becomes a `RuntimeError`."""
     text = "".join(traceback.format_exception(error))
     error.__traceback__ = error.__cause__ = error.__context__ = None  # they are in the text
     try:

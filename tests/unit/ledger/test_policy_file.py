@@ -186,7 +186,7 @@ def test_what_is_no_text_is_refused_in_words(place: Place) -> None:
     with pytest.raises(PolicyError, match="line 1: this is not UTF-8"):
         read_text(place.own)
     place.own.write_bytes(b"#" * (MOST_BYTES + 1))
-    with pytest.raises(PolicyError, match="is larger than 256 KiB: that is no policy"):
+    with pytest.raises(PolicyError, match="is larger than 256 KiB, too large for a policy"):
         read_text(place.own)
 
 

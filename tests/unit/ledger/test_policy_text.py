@@ -130,7 +130,7 @@ def test_the_first_that_says_something_counts() -> None:
         ),
         (
             '[[webhook]]\nurl = "http://a"\nevents = ["lost", "found"]',
-            "p.toml, line 3: there is no event 'found', only granted, ended, lost, idle",
+            "p.toml, line 3: 'found' is not an event; there are granted, ended, lost, idle",
         ),
         ('[webhook]\nurl = "http://a"', "p.toml, line 1: write [[webhook]] with two brackets: there may be several"),
         (

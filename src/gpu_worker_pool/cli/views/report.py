@@ -1,4 +1,4 @@
-"""Reads the usage files of this host's ledger and prints what they sum up to."""
+"""Reads the usage files of this host's ledger and prints their sums."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _print_csv(rows: Sequence[Row], by: str) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow([by, *names])
     for row in rows:
-        # A spreadsheet would take a label that begins so for a formula.
+        # A spreadsheet would read a label that begins like this as a formula.
         name = f"'{row.name}" if row.name[:1] in "=+-@" else row.name
         found = row.as_json()
         writer.writerow([name, *(found[each] for each in names)])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SPANS: Final = {"day": 86_400.0, "month": 30 * 86_400.0}
 #: Reading a month of records takes a while, and every open page may ask.
 CACHE_SECONDS: Final = 60.0
-#: Of more people only the sum is shown.
+#: Further people are only shown as a sum.
 MOST_PEOPLE: Final = 50
 
 
