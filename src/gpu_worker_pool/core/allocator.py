@@ -14,7 +14,7 @@ from gpu_worker_pool.core.balancing import balancer_for
 from gpu_worker_pool.core.free_hosts import FreeHosts
 from gpu_worker_pool.core.gpus import EndpointState, GPUResourceState
 from gpu_worker_pool.core.inside import obstacles_inside
-from gpu_worker_pool.core.obstacles import lasting_obstacles, obstacles, reading_obstacles
+from gpu_worker_pool.core.obstacles import by_index, lasting_obstacles, obstacles, reading_obstacles
 from gpu_worker_pool.core.requirements import ANY_GPU
 from gpu_worker_pool.core.topology import best_linked
 
@@ -274,9 +274,7 @@ class GPUAllocator:
                 return None
         where = f"{endpoint.endpoint_id}: " if endpoint.endpoint_id else ""
         requested = f"{requirements.count} GPUs requested, " if requirements.count > 1 else ""
-        # Not in the order in which they became known, which differs between processes.
-        by_index = sorted((sorted(indices), text) for text, indices in why_not.items())
-        why = "; ".join(f"GPU {', '.join(map(str, indices))}: {text}" for indices, text in by_index)
+        why = by_index(why_not)
         return f"{where}{requested}{possible} of {len(known)} could ever serve it{f' ({why})' if why else ''}"
 
     # Inside

@@ -39,6 +39,16 @@ class _Account:
     rate: float = 0.0
 
 
+def weight_of(lease: Lease, gpus: Mapping[str, GPUResourceState]) -> tuple[float, bool]:
+    """How many GPUs a lease counts as, a share by its part of the memory; and whether all of that memory is known."""
+    requirements = lease.request.requirements
+    if not requirements.share or requirements.memory_mb is None:
+        return float(len(lease.gpu_ids)), True
+    seen = [gpus[gpu_id].last_seen for gpu_id in lease.gpu_ids]
+    totals = [None if reading is None else reading.memory_total_mb for reading in seen]
+    return sum(min(requirements.memory_mb / total, 1.0) if total else 1.0 for total in totals), all(totals)
+
+
 class FairShare:
     """The use of all accounts. Belongs to one thread."""
 
@@ -64,7 +74,9 @@ class FairShare:
         request, lease_id = lease.request, lease.lease_id
         if lease_id in self.weights or not request.account or request.within is not None:
             return
-        weight = self._weight_of(lease) if request.requirements.share else len(lease.gpu_ids)
+        weight, is_sure = weight_of(lease, self._gpus) if request.requirements.share else (len(lease.gpu_ids), True)
+        if not is_sure:
+            self._unsure[lease_id] = lease
         self.weights[lease_id] = weight
         self._add(request.account, weight, now)
 
@@ -102,21 +114,6 @@ class FairShare:
     def _decayed(self, account: _Account, passed: float) -> float:
         left = math.exp(-self._decay * passed)
         return account.used * left + account.rate * (1.0 - left) / self._decay
-
-    def _weight_of(self, lease: Lease) -> float:
-        """How many GPUs it counts as."""
-        requirements = lease.request.requirements
-        if not requirements.share or requirements.memory_mb is None:
-            return float(len(lease.gpu_ids))
-        weight = 0.0
-        for gpu_id in lease.gpu_ids:
-            seen = self._gpus[gpu_id].last_seen
-            if seen is None or not seen.memory_total_mb:
-                self._unsure[lease.lease_id] = lease
-                weight += 1.0
-            else:
-                weight += min(requirements.memory_mb / seen.memory_total_mb, 1.0)
-        return weight
 
     # What was used
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gpu_worker_pool.core.accounts import account_name
 from gpu_worker_pool.core.policy import NO_LIMITS
 from gpu_worker_pool.errors import PolicyLimitError
-from gpu_worker_pool.wording import spoken_seconds
+from gpu_worker_pool.wording import spoken_gpus, spoken_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -36,7 +36,7 @@ def never_allowed(pool: Pool, request: Request) -> tuple[str, ...]:
     most, highest = limits.most_gpus, limits.highest_priority
     if most is not None and requirements.count > most:
         more = f" at most, not {requirements.count}" if most else ""
-        reasons.append(f"{_who(request)} may hold {_gpus(most)}{more}")
+        reasons.append(f"{_who(request)} may hold {spoken_gpus(most)}{more}")
     if highest is not None and requirements.priority > highest:
         reasons.append(f"{_who(request)} may ask for priority {highest} at most, not {requirements.priority}")
     longest, wanted = limits.longest_seconds, request.max_seconds
@@ -54,8 +54,8 @@ def why_kept_back(pool: Pool, request: Request) -> str | None:
     if len(held) + count <= most or _fits_on(held, request):
         return None
     if len(held) >= most:
-        return f"{_who(request)} holds {_gpus(len(held))}, its limit"
-    return f"{_who(request)} holds {_gpus(len(held))} of the {most} it may hold"
+        return f"{_who(request)} holds {spoken_gpus(len(held))}, its limit"
+    return f"{_who(request)} holds {spoken_gpus(len(held))} of the {most} it may hold"
 
 
 def only_on(pool: Pool, request: Request) -> Collection[str] | None:
@@ -85,7 +85,3 @@ def _who(request: Request) -> str:
 
 def _waiting(most: int) -> str:
     return "one waiting request" if most == 1 else f"{most} waiting requests"
-
-
-def _gpus(count: int) -> str:
-    return {0: "no GPU", 1: "one GPU"}.get(count, f"{count} GPUs")

@@ -39,7 +39,6 @@ class DatabaseFacts:
     #: What a candidate needs and this user may not do, in words.
     missing_privileges: tuple[str, ...]
     synchronous_commit: str
-    synchronous_standbys: str
     round_trip_seconds: float
 
 
@@ -111,13 +110,13 @@ def examine(store: PostgresStore) -> DatabaseFacts:
         row = cursor.execute(
             """SELECT current_setting('server_version'), pg_is_in_recovery()
                 OR current_setting('default_transaction_read_only') = 'on', current_setting('synchronous_commit'),
-                current_setting('synchronous_standby_names', true), to_regnamespace(%s) IS NOT NULL""",
+                to_regnamespace(%s) IS NOT NULL""",
             [NAMESPACE],
         ).fetchone()
         assert row is not None
-        version, is_read_only, synchronous_commit, standbys, has_namespace = row
+        version, is_read_only, synchronous_commit, has_namespace = row
         missing = _missing(cursor) if has_namespace else _missing_before(cursor)
-    return DatabaseFacts(version, is_read_only, missing, synchronous_commit, standbys or "", round_trip_seconds)
+    return DatabaseFacts(version, is_read_only, missing, synchronous_commit, round_trip_seconds)
 
 
 def _missing_before(cursor: Cursor) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from gpu_worker_pool.core.fair_share import weight_of
 from gpu_worker_pool.core.moves import LeaseState
 from gpu_worker_pool.core.remembered import Outcome
 
@@ -91,20 +92,11 @@ def _of_lease(pool: Pool, lease: Lease, at: float, began_at: float, outcome: Out
         "waited_seconds": _seconds(lease.granted_at - lease.requested_at),
         "held_seconds": _seconds(held_seconds),
         "quarantine_seconds": _seconds(at - held_until),
-        "gpu_seconds": _seconds(held_seconds * gpus_of(pool, lease)) if is_counted else 0.0,
+        "gpu_seconds": _seconds(held_seconds * weight_of(lease, pool.allocator.gpus)[0]) if is_counted else 0.0,
         "observed_seconds": 0.0 if use is None else _seconds(use.observed_seconds),
         "idle_seconds": None if use is None or use.idle_seconds is None else _seconds(use.idle_seconds),
         "memory_used_mb": None if use is None else use.most_memory_mb,
     }
-
-
-def gpus_of(pool: Pool, lease: Lease) -> float:
-    """How many GPUs it counts as: a share by its part of the memory, where that is known."""
-    requirements = lease.request.requirements
-    if not requirements.share or requirements.memory_mb is None:
-        return float(len(lease.gpu_ids))
-    totals = [None if gpu.last_seen is None else gpu.last_seen.memory_total_mb for gpu in pool.leases.gpus_of(lease)]
-    return sum(1.0 if not total else min(requirements.memory_mb / total, 1.0) for total in totals)
 
 
 def moment(seconds: float) -> str:

@@ -6,11 +6,10 @@ import asyncio
 import csv
 import sys
 import time
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from gpu_worker_pool.api.lease_rows import name_of_account
+from gpu_worker_pool.api.lease_rows import person_of
 from gpu_worker_pool.cli.exits import CommandError
 from gpu_worker_pool.cli.output import print_json, print_line, printable
 from gpu_worker_pool.cli.quantities import spoken_seconds
@@ -52,15 +51,6 @@ def print_report(since_seconds: float, by: By, *, form: Literal["table", "json",
     _say_what_is_missing(usage)
     if plot is not None and form == "table":
         print_line(f"drawn: {plot}")
-
-
-def person_of(record: dict[str, Any]) -> str:
-    return _person(record["account"], record.get("user") if record.get("is_user_verified") is True else None)
-
-
-@lru_cache(maxsize=4096)
-def _person(account: str, user: object) -> str:
-    return name_of_account(account, user if isinstance(user, str) else None)
 
 
 def _facts(usage: UsageRead, span: Span, by: str) -> dict[str, Any]:
