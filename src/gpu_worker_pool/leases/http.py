@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.api.client import holder_body, requirements_body
-from gpu_worker_pool.api.decoder import QueuePosition
+from gpu_worker_pool.api.lease_decoder import QueuePosition
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import GPUWorkerPoolError, RetryableError
 from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting, YieldNotice
