@@ -132,7 +132,9 @@ def map(  # noqa: A001  # the name of the command
 def _jobs(words: tuple[str, ...]) -> list[JobWords]:
     command, sources = split_words(words)
     if not command:
-        raise click.UsageError(f"There is no command before {SEPARATOR}.")
+        raise click.UsageError(
+            f"There is no command before {SEPARATOR}; write gpu-pool map -- COMMAND {SEPARATOR} ARGUMENT"
+        )
     try:
         if not sources:
             if sys.stdin.isatty():

@@ -52,7 +52,7 @@ def check_settings(settings: ServerSettings) -> None:
     """Raises a `ValueError` that says what a server of a fleet lacks, before it starts."""
     if settings.gpu_pool_fleet_key_file is None:
         raise ValueError(
-            "a fleet needs a key, the same on all its hosts: head -c 32 /dev/urandom | base64 > FILE makes one; "
+            "a fleet needs a key, the same on all its hosts: gpu-pool fleet key rotate FILE makes one; "
             "give it as --fleet-key-file FILE, or GPU_POOL_FLEET_KEY_FILE"
         )
     read_keys(settings.gpu_pool_fleet_key_file)
