@@ -55,7 +55,7 @@ LOWEST := .venv-lowest
 # What meets the packages that we need: servers, clients, the command line and the ledger.
 LOWEST_TESTS := tests/unit/gpu_server tests/unit/leases tests/unit/hardware/test_nvml.py tests/unit/test_replies.py tests/unit/test_config.py \
   $(addprefix tests/integration/test_,server.py tls.py lease_api.py unix_socket.py http_client.py notify.py client.py \
-  hostile_connections.py) tests/ledger/test_any_ledger.py tests/cli/test_looking.py tests/cli/test_servers.py
+  hostile_connections.py) tests/ledger/test_any_ledger.py tests/cli/test_views.py tests/cli/test_servers.py
 
 test-lowest: $(READY) ## try the oldest versions that pyproject.toml allows
 	$(PYTHON) -m venv --clear $(LOWEST)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 GPUNaming = Literal["index", "uuid"]
 
 
-#: The share of a program, for `gpu_worker_pool.torch` and whoever wants to know.
+#: The share of a program, for `gpu_worker_pool.torch` and user code.
 MEMORY_VARIABLE: Final = "GPU_POOL_MEMORY_MB"
 #: Which variables the pool has set for that: those of an outer lease do not count as set by the user.
 CAPS_VARIABLE: Final = "GPU_POOL_MEMORY_CAPS"

@@ -26,8 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gpu-pool-scope",
         choices=("worker", "test"),
         default="worker",
-        help="Who gets a GPU: each worker, for as long as it has tests for it and nobody else waits (default); or "
-        "each test anew.",
+        help="Who gets a GPU: each worker, for as long as it has tests for it and no other client waits (default); or "
+        "each test separately.",
     )
     group.addoption(
         "--gpu-pool-timeout",
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[GPUAssignment]:
-    """A GPU that nobody else has; CUDA_VISIBLE_DEVICES shows it and no other. See @pytest.mark.gpu_pool."""
+    """A GPU that no one else has; CUDA_VISIBLE_DEVICES shows it and no other. See @pytest.mark.gpu_pool."""
     yield from _gpus(request.config).during(request.node)
 
 

@@ -19,6 +19,10 @@ def spoken_seconds(seconds: float) -> str:
     return f"{whole} s"
 
 
+def spoken_gpus(count: int) -> str:
+    return {0: "no GPU", 1: "one GPU"}.get(count, f"{count} GPUs")
+
+
 def spoken_gpu_seconds(seconds: float) -> str:
     """41 GPU hours, 3.5 GPU hours, 12 GPU minutes, none."""
     if seconds < 60:

@@ -563,7 +563,7 @@ DESIGN = (
         185, 188, "connections are used again", f"{HTTP}::test_one_connection_serves_many_fetches_also_after_an_error"
     ),
     lines(189, 189, "endpoints are asked at the same time", f"{HERE}::test_a_silent_endpoint_delays_no_other"),
-    lines(190, 190, "health is kept, not asked for", f"{HERE}::test_looking_asks_nobody"),
+    lines(190, 190, "health is kept, not asked for", f"{HERE}::test_views_asks_nobody"),
     lines(191, 192, "one look serves all who want one", f"{MONITOR}::test_one_fetch_serves_everybody_who_waits_for_it"),
     lines(
         193,
@@ -1100,7 +1100,7 @@ async def test_a_silent_endpoint_delays_no_other(servers: list[ServerProcess]) -
         assert len(mute.requests) == 1, "one look at a time"
 
 
-async def test_looking_asks_nobody() -> None:
+async def test_views_asks_nobody() -> None:
     with HostileServer(answer_json(SUMMARY_BODY)) as server:
         async with GPUWorkerPoolClient(service_endpoints=server.url, polling_interval=60, environ={}) as client:
             for _ in range(100):

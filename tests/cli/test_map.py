@@ -134,7 +134,11 @@ def test_halting_soon_and_now(two: Programs) -> None:
         (["--", "true"], 2, "There is nothing to do: stdin has no line with an argument"),
         (["--", "true", ":::", "1", ":::"], 2, "no argument follows :::"),
         ([":::", "1"], 2, "There is no command before :::"),
-        (["--halt", "soon", "--", "true", ":::", "1"], 2, "it must be never, or now or soon with fail"),
+        (
+            ["--halt", "soon", "--", "true", ":::", "1"],
+            2,
+            "'soon' does not say when to stop; write never",
+        ),
         (["-j", "0", "--", "true", ":::", "1"], 2, "'-j'"),
         (["--log-dir", "/proc/none", "--", "true", ":::", "1"], 1, "cannot be stored in /proc/none"),
         (["--", "no-such-program", ":::", "1"], 127, "program 'no-such-program' not found"),

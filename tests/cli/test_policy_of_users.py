@@ -59,7 +59,7 @@ def test_each_user_has_limits_and_nobody_waits_for_who_is_kept_back(people: Lab)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "has it\n"
     late = people.gpu_pool(alice, "run", "--timeout", "3s", "--", "true", **TWO)
-    assert (late.status, f"account {alice} holds one GPU, its most" in late.err) == (124, True), late
+    assert (late.status, f"account {alice} holds one GPU, its limit" in late.err) == (124, True), late
     many = people.gpu_pool(alice, "run", "-n", "2", "--", "true", **TWO)
     assert (many.status, f"account {alice} may hold one GPU at most, not 2" in many.err) == (65, True), many
     urgent = people.gpu_pool(alice, "run", "--priority", "3", "--", "true", **TWO)

@@ -192,7 +192,7 @@ def test_a_killed_keeper_is_a_lost_lease(programs: Programs, on_lost: str) -> No
 
 
 @pytest.mark.fault(1)
-def test_a_killed_keeper_leaves_the_gpu_to_its_command(programs: Programs) -> None:
+def test_a_killed_lease_process_leaves_the_gpu_to_its_command(programs: Programs) -> None:
     """The command may not have touched its GPU yet, so that no reading shows it."""
     process = programs.holding()
     keeper, _ = children_of(process.pid)

@@ -34,7 +34,7 @@ def test_the_shell_has_it_until_it_ends(programs: Programs) -> None:
         f"CUDA_VISIBLE_DEVICES=$({WAIT}) || exit 1; export CUDA_VISIBLE_DEVICES; echo got $CUDA_VISIBLE_DEVICES; "
         f"env -u CUDA_VISIBLE_DEVICES {RUN} --no-wait -- true; echo $?",
     )
-    # Had the keeper kept our output open, `$(…)` would have waited for it.
+    # If the lease process kept our output open, `$(…)` would have waited for it.
     assert time.monotonic() - begun_at < 20
     assert done.stdout.split("\n") == ["got 0", "75", ""]
     assert eventually(lambda: is_free(programs), within_seconds=10)

@@ -47,10 +47,10 @@ from tests.waiting import eventually
 
 from gpu_worker_pool import errors, http_client
 from gpu_worker_pool._version import __version__
-from gpu_worker_pool.api import decoder
-from gpu_worker_pool.api.decoder import DecodedSummary, decode_summary
+from gpu_worker_pool.api import summary_decoder
 from gpu_worker_pool.api.http_client import AsyncGPUStatsHTTPClient, Fetched, MultiEndpointHTTPClientPool, make_session
 from gpu_worker_pool.api.json_values import LARGEST_BODY_BYTES
+from gpu_worker_pool.api.summary_decoder import DecodedSummary, decode_summary
 from gpu_worker_pool.config import EndpointConfig
 from gpu_worker_pool.errors import NetworkRetryableError, ServiceRefusedError, ServiceRetryableError
 from gpu_worker_pool.models import GPUInfo
@@ -196,7 +196,7 @@ async def test_large_replies_are_not_parsed_in_the_event_loop(
         threads.append(threading.current_thread())
         return decode_summary(body)
 
-    monkeypatch.setattr(decoder, "decode_summary", parse)
+    monkeypatch.setattr(summary_decoder, "decode_summary", parse)
     with HostileServer(answer_json(summary(*map(gpu_row, range(gpus))))) as server:
         fetched = await fetch(server.url, timeout_seconds=20)
     assert fetched.stats.gpu_count == gpus

@@ -196,7 +196,7 @@ async def test_limits_of_groups_are_explained_before_a_request_is_made(tmp_path:
     async with opened(tmp_path, card(0), card(1), policy=policy) as broker:
         await broker.holds("first", account=f"user:{user.pw_uid}")
         found = await broker.explain_requirements(Requirements(), account=f"user:{user.pw_uid}")
-        assert found.verdict == f"kept back by the policy: account {user.pw_name} holds one GPU, its most"
+        assert found.verdict == f"kept back by the policy: account {user.pw_name} holds one GPU, its limit"
         assert (await broker.explain_requirements(Requirements(), account="key:ada")).verdict == "could be granted now"
 
 

@@ -82,7 +82,7 @@ def test_each_limit_over_http_and_a_bad_policy_keeps_the_old_one(lab: Lab) -> No
     assert 7190 < first["ends_in_seconds"] <= 7200
     status, waiting = lab.ask("a2", ADA)
     assert status == 202
-    assert "kept back by the policy: account ada holds one GPU, its most" in waiting["reasons"][0]
+    assert "kept back by the policy: account ada holds one GPU, its limit" in waiting["reasons"][0]
     status, refused = lab.ask("a3", ADA)
     assert (status, refused["error"]) == (409, "too_many_waiting")
     assert refused["detail"].startswith("account ada may have one waiting request at most")
@@ -98,7 +98,7 @@ def test_each_limit_over_http_and_a_bad_policy_keeps_the_old_one(lab: Lab) -> No
 
     eventually(is_said)
     sentence = f"{lab.policy}, line 2: most_gpus must be a whole number of at least 0, not -1"
-    assert config["policy_problem"] == f"{sentence}; the policy before it is in force"
+    assert config["policy_problem"] == f"{sentence}; the previous policy is in force"
     assert f"policy: {sentence}" in lab.server.log
     assert lab.ask("a2", ADA)[0] == 202
     # A better one counts at once, for those who wait, too.
@@ -206,7 +206,7 @@ with client:
             ), asked.stderr
         eventually(lambda: "SIGUSR1" in log.read_text())
         assert run.wait(20) == 5, "the command ended by itself, as it wanted"
-        assert "you are asked to give it back: somebody asks for it: a demo" in run.err
+        assert "you are asked to give it back: another user asks for it: a demo" in run.err
         eventually((lab.folder / "python-asked").exists)
         assert python.wait(20) == 0
         missing = programs.call("yield", "lease-99", "-e", lab.server.url)

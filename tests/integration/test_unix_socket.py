@@ -241,7 +241,7 @@ def test_doctor_says_that_a_server_that_is_away_shares_nothing(folder: Path, min
         server.kill()
         _, out, _ = mine.do(gpu_pool, server.socket, "doctor", "--json")
     (found,) = (each for each in json.loads(out)["checks"] if each["check"] == "shared with others")
-    assert (found["status"], found["what"]) == ("wrong", "with nobody while the server of this host does not answer")
+    assert (found["status"], found["what"]) == ("wrong", "with no one while the server of this host does not answer")
 
 
 # --- a dead process holds nothing ---

@@ -31,7 +31,7 @@ from gpu_worker_pool.core import (
 from gpu_worker_pool.core.invariants import check_invariants
 from gpu_worker_pool.core.saved import to_json
 from gpu_worker_pool.errors import LeaseEndedError, LedgerUnavailableError, RequestMismatchError, UnknownLeaseError
-from gpu_worker_pool.ledger import Ledger, sqlite, tables
+from gpu_worker_pool.ledger import Ledger, tables, transactions
 from gpu_worker_pool.ledger.policy_file import PolicyFile
 from gpu_worker_pool.ledger.sqlite import SQLiteLedger
 from tests.ledger.conftest import Opened
@@ -167,7 +167,7 @@ async def test_a_quarantine_goes_on_after_a_restart(lasting: Opened) -> None:
 
 
 async def test_what_memory_forgot_the_file_still_knows(lasting: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sqlite, "MOST_OUTCOMES", 2)
+    monkeypatch.setattr(transactions, "MOST_OUTCOMES", 2)
     ledger = lasting()
     await ledger.submit(read(lasting.place, 8))
     leases = [await granted(ledger, f"r{number}") for number in range(6)]
@@ -190,7 +190,7 @@ async def test_what_memory_forgot_the_file_still_knows(lasting: Opened, monkeypa
 async def test_what_ends_with_many_others_in_one_moment_is_still_known_in_that_moment(
     lasting: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqlite, "MOST_OUTCOMES", 2)
+    monkeypatch.setattr(transactions, "MOST_OUTCOMES", 2)
     ledger = lasting()
     await ledger.submit(read(lasting.place, 1))
     lease = await granted(ledger, "holds")
@@ -236,8 +236,8 @@ async def test_the_file_forgets_the_oldest_of_too_many_and_nothing_that_is_not_o
     lasting: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "MOST_REMEMBERED", 10)
-    monkeypatch.setattr(sqlite, "MOST_OUTCOMES", 1)
-    monkeypatch.setattr(sqlite, "FORGET_SECONDS", 1.0)
+    monkeypatch.setattr(transactions, "MOST_OUTCOMES", 1)
+    monkeypatch.setattr(transactions, "FORGET_SECONDS", 1.0)
     place = sqlite_place(lasting)
     ledger = lasting()
     await ledger.submit(read(place, 2))
@@ -262,8 +262,8 @@ async def test_the_file_forgets_the_oldest_of_what_needs_too_much_space(
 ) -> None:
     """Few requests with long lists of GPUs are as large as many others, and who sends them could fill the disk."""
     monkeypatch.setattr(tables, "MOST_BYTES", 300_000)
-    monkeypatch.setattr(sqlite, "FORGET_CHANGES", 20)
-    monkeypatch.setattr(sqlite, "FORGET_CHANGES_SOON", 4)
+    monkeypatch.setattr(transactions, "FORGET_CHANGES", 20)
+    monkeypatch.setattr(transactions, "FORGET_CHANGES_SOON", 4)
     place = sqlite_place(lasting)
     ledger = lasting()
     await ledger.submit(read(place, 2))
@@ -287,8 +287,8 @@ async def test_what_was_held_for_long_is_remembered_like_what_has_just_ended(
     lasting: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "MOST_REMEMBERED", 3)
-    monkeypatch.setattr(sqlite, "MOST_OUTCOMES", 0)
-    monkeypatch.setattr(sqlite, "FORGET_SECONDS", 0.0)
+    monkeypatch.setattr(transactions, "MOST_OUTCOMES", 0)
+    monkeypatch.setattr(transactions, "FORGET_SECONDS", 0.0)
     place = sqlite_place(lasting)
     ledger = lasting()
     await ledger.submit(read(place, 2))
@@ -461,7 +461,7 @@ async def test_one_stamp_is_enough_for_all_processes(lasting: Opened) -> None:
     await second.look(lambda pool, now: None)
     stamps: list[str] = []
     for ledger in (first, second):
-        assert isinstance(ledger, sqlite.SQLiteLedger)
+        assert isinstance(ledger, SQLiteLedger)
         ledger._file.connection.exec_trace = lambda _, statement, __: stamps.append(statement) or True
     (before,) = place.read("SELECT revision FROM meta")
     lasting.clock.advance(0.5)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from gpu_worker_pool.ledger import sqlite
+from gpu_worker_pool.ledger import transactions, usage_recorder
 from tests.ledger.side_by_side import Converging, SideBySide
 
 MACHINES = [SideBySide, Converging]
@@ -29,9 +29,9 @@ def examine(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> 
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that most of what has ended must be looked up in the file."""
-    monkeypatch.setattr(sqlite, "MOST_OUTCOMES", 3)
+    monkeypatch.setattr(transactions, "MOST_OUTCOMES", 3)
     # Usage records are moved to their file by whoever comes first, each time with a stamp: not the same in two ledgers.
-    monkeypatch.setattr(sqlite, "RECORD_SECONDS", math.inf)
+    monkeypatch.setattr(usage_recorder, "RECORD_SECONDS", math.inf)
 
 
 @pytest.mark.timeout(300)

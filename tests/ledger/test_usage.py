@@ -22,7 +22,7 @@ from gpu_worker_pool.core import (
     Ticked,
     UseSeen,
 )
-from gpu_worker_pool.ledger import sqlite, usage_files
+from gpu_worker_pool.ledger import usage_files, usage_recorder
 from gpu_worker_pool.ledger.sqlite import SQLiteLedger
 from gpu_worker_pool.ledger.usage_files import UsageFile, parse_record, read_usage, usage_path
 from tests.ledger.places import InSQLite, Told, read, request
@@ -52,7 +52,7 @@ def lines(place: InSQLite) -> list[dict[str, Any]]:
 
 
 async def written(place: InSQLite, ledger: SQLiteLedger) -> list[dict[str, Any]]:
-    place.clock.advance(sqlite.RECORD_SECONDS + 0.1)
+    place.clock.advance(usage_recorder.RECORD_SECONDS + 0.1)
     await ledger.submit(Ticked())
     await ledger.submit(Ticked())
     return lines(place)
@@ -160,7 +160,7 @@ async def test_processes_that_end_soon_leave_few_records_to_others_and_write_man
     place: InSQLite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of them would else sync the file of the one before it while its own request waits."""
-    monkeypatch.setattr(sqlite, "MANY_RECORDS", 3)
+    monkeypatch.setattr(usage_recorder, "MANY_RECORDS", 3)
     for number in range(4):
         ledger = opened(place)
         await ledger.submit(Ticked())
@@ -235,7 +235,7 @@ async def test_grants_go_on_where_the_file_cannot_be_written_and_records_wait(
     assert f"{usage_path(place.path)} cannot be written: Is a directory" in caplog.text
     assert caplog.text.count("1 records were lost") == 2
     usage_path(place.path).rmdir()
-    place.clock.advance(sqlite.RECORD_AGAIN_SECONDS)
+    place.clock.advance(usage_recorder.RECORD_AGAIN_SECONDS)
     assert [each["request"] for each in await written(place, ledger)] == ["r2", "r3", "r4"]
     await ledger.close()
 

@@ -14,24 +14,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpu_worker_pool.api import decoder
-from gpu_worker_pool.api.decoder import (
-    MOST_GPUS,
+from gpu_worker_pool.api import summary_decoder
+from gpu_worker_pool.api.decoder import decode_explanation, decode_leases, decode_queue, decode_stats
+from gpu_worker_pool.api.json_values import LARGEST_BODY_BYTES, cleaned
+from gpu_worker_pool.api.lease_decoder import (
     MOST_REASONS,
-    DecodedSummary,
     LeaseRow,
     QueuePosition,
-    decode_explanation,
     decode_lease,
-    decode_leases,
     decode_problem,
-    decode_queue,
     decode_queue_position,
-    decode_stats,
-    decode_summary,
     read_lease_row,
 )
-from gpu_worker_pool.api.json_values import LARGEST_BODY_BYTES, cleaned
+from gpu_worker_pool.api.summary_decoder import MOST_GPUS, DecodedSummary, decode_summary
 from gpu_worker_pool.api.transport import parse_retry_after
 from gpu_worker_pool.errors import ServiceRetryableError
 from gpu_worker_pool.models import GPUInfo, GPUStats
@@ -641,9 +636,9 @@ _ROWS = st.fixed_dictionaries(
 
 @given(row=_ROWS)
 def test_the_quick_way_to_read_a_row_says_nothing_else_than_the_thorough_one(row: dict[str, object]) -> None:
-    quick = decoder._sound_gpu(0, row, {})
+    quick = summary_decoder._sound_gpu(0, row, {})
     faults: list[str] = []
-    thorough = decoder._gpu(0, row, faults, {})
+    thorough = summary_decoder._gpu(0, row, faults, {})
     if quick is not None:
         assert (quick, faults) == (thorough, [])
 

@@ -62,7 +62,7 @@ def test_who_used_least_of_late_is_served_first_and_it_is_said_in_words() -> Non
     ask(pool, "more", "key:maths", now)  # puts them in order by what was used until now
     found = explain(pool, "again", now)
     assert found is not None
-    assert "; account physics is before yours: it used no GPU lately, yours 2" in found.summary
+    assert "; account physics is ahead of yours: it used no GPU lately, yours 2" in found.summary
     assert found.summary.endswith("GPU hours")
     assert release(pool, held, now + 1)[0][0] == "new"
 

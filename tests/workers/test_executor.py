@@ -175,7 +175,7 @@ def test_tasks_that_get_no_gpu_in_time_fail_with_the_reason(host: Host, tmp_path
         holder.submit(tasks.whoami).result()
         with GPUProcessPoolExecutor(1, count=GPUS, gpu_timeout=0.5) as pool:
             future = pool.submit(tasks.square, 1)
-            with pytest.raises(WorkerTimeoutError, match=r"no GPU could be had for a worker within 0.5 s: number 1"):
+            with pytest.raises(WorkerTimeoutError, match=r"no GPU became free for a worker within 0.5 s: number 1"):
                 future.result()
     eventually(host.is_clean)
 

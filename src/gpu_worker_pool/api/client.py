@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from urllib.parse import quote
 
-from gpu_worker_pool.api import decoder
+from gpu_worker_pool.api import decoder, lease_decoder, summary_decoder
 from gpu_worker_pool.api.fleet_rows import decode_fleet, decode_host_state
 from gpu_worker_pool.api.json_values import LARGEST_BODY_BYTES
 from gpu_worker_pool.api.replies import Fetched
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
-    from gpu_worker_pool.api.decoder import LeaseRow, Problem, QueuePosition
+    from gpu_worker_pool.api.lease_decoder import LeaseRow, Problem, QueuePosition
     from gpu_worker_pool.api.transport import HTTPReply
     from gpu_worker_pool.core.events import Origin
     from gpu_worker_pool.core.requirements import Requirements
@@ -130,7 +130,7 @@ class APIClient:
         sent_at = self._now()
         reply = await self._send("GET", "/gpu/summary")
         took_seconds = self._now() - sent_at
-        decoded = await self._decoded(reply, decoder.decode_summary)
+        decoded = await self._decoded(reply, summary_decoder.decode_summary)
         return Fetched(decoded.stats, decoded.problems, sent_at, took_seconds)
 
     async def home(self) -> ServerHome:
@@ -174,7 +174,7 @@ class APIClient:
 
     async def lease(self, lease_id: str) -> LeaseRow | None:
         rows = (await self.leases())["leases"]
-        return next((decoder.read_lease_row(row) for row in rows if row["lease_id"] == lease_id), None)
+        return next((lease_decoder.read_lease_row(row) for row in rows if row["lease_id"] == lease_id), None)
 
     async def queue(self) -> Body:
         return await self._get("/queue", decoder.decode_queue)
@@ -202,16 +202,16 @@ class APIClient:
         body = request | {"wait_seconds": wait_seconds, "may_keep": may_reserve}
         body = {name: value for name, value in body.items() if name not in self._unknown_keys}
         reply = await self._change("POST", "/leases", token, self.timeout_seconds + wait_seconds, body)
-        if reply.status == 422 and (unknown := _unneeded(body, decoder.decode_problem(reply.body))):
+        if reply.status == 422 and (unknown := _unneeded(body, lease_decoder.decode_problem(reply.body))):
             # An older server, which refuses every key it does not know. What these say matters less than the GPU.
             self._unknown_keys |= unknown
             return await self.acquire(request, token, wait_seconds=wait_seconds, may_reserve=may_reserve)
         if reply.status in (200, 201):
-            decode = partial(decoder.decode_lease, request_id=request["request_id"], count=request["count"])
+            decode = partial(lease_decoder.decode_lease, request_id=request["request_id"], count=request["count"])
             return await self._decoded(reply, decode)
         if reply.status == 202:
-            return await self._decoded(reply, decoder.decode_queue_position)
-        problem = decoder.decode_problem(reply.body)
+            return await self._decoded(reply, lease_decoder.decode_queue_position)
+        problem = lease_decoder.decode_problem(reply.body)
         if reply.status == 422 or problem.error == "impossible":
             reasons = problem.reasons or (problem.detail or "the server refuses it as it is",)
             raise ImpossibleRequestError(reasons=reasons)
@@ -234,10 +234,10 @@ class APIClient:
         try:
             self._check_held(reply)
         except ServiceRetryableError as error:
-            error.is_lease_held = reply.status == 503 and decoder.decode_problem(reply.body).lease == "held"
+            error.is_lease_held = reply.status == 503 and lease_decoder.decode_problem(reply.body).lease == "held"
             raise
         try:
-            return await self._decoded(reply, decoder.decode_renewed)
+            return await self._decoded(reply, lease_decoder.decode_renewed)
         except GPUWorkerPoolError:
             return None
 
@@ -277,7 +277,7 @@ class APIClient:
 
     def _check_held(self, reply: HTTPReply) -> None:
         if reply.status != 200:
-            problem = decoder.decode_problem(reply.body)
+            problem = lease_decoder.decode_problem(reply.body)
             lost = _LOST.get((reply.status, problem.error))
             raise self._error(reply) if lost is None else lost(problem.detail or None)
 

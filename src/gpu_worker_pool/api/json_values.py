@@ -57,6 +57,11 @@ def matching(pattern: re.Pattern[str]) -> FieldReader:
     return _reader(lambda value: isinstance(value, str) and pattern.fullmatch(value) is not None)
 
 
+def seconds() -> FieldReader:
+    """How long something has lasted: a hundred years are more than any host has been up."""
+    return number(100 * 366 * 86_400)
+
+
 def flag(default: bool) -> FieldReader:
     """The one value that may be left out, but not be null."""
     return _reader(lambda value: value is True or value is False, default=default, null_is_known=False)
@@ -195,3 +200,20 @@ def parse_json(body: bytes, has_every_key: Callable[[object, str], bool] | None 
         raise ServiceRetryableError(f"the reply is not JSON: {error.msg} (character {error.pos})") from None
     except RecursionError:
         raise ServiceRetryableError("the reply is nested too deeply") from None
+
+
+# --- envelopes ---
+
+
+def json_object(body: bytes, has_every_key: Callable[[object, str], bool] | None = None) -> dict[str, Any]:
+    reply = parse_json(body, has_every_key)
+    if not isinstance(reply, dict):
+        raise ServiceRetryableError(f"the reply must be a JSON object, not {shown(reply)}")
+    return reply
+
+
+def envelope(body: bytes, name: str, has_every_key: Callable[[object, str], bool] | None = None) -> dict[str, Any]:
+    reply = json_object(body, has_every_key)
+    if not isinstance(reply.get(name), list):
+        raise ServiceRetryableError(f"the reply must have a list {name}, not {shown(reply.get(name))}")
+    return reply

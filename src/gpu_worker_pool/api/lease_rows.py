@@ -140,6 +140,16 @@ def name_of_account(account: str, user: str | None = None) -> str:
     return account_name(account, None, user if uid is None or user is not None else _user_name(uid)) or "nobody"
 
 
+def person_of(record: dict[str, Any]) -> str:
+    """Whose lease or request a usage record is about."""
+    return _person(record["account"], record.get("user") if record.get("is_user_verified") is True else None)
+
+
+@lru_cache(maxsize=4096)
+def _person(account: str, user: object) -> str:
+    return name_of_account(account, user if isinstance(user, str) else None)
+
+
 @lru_cache(maxsize=256)
 def _user_name(uid: int) -> str:
     try:

@@ -21,9 +21,9 @@ from aiohttp.client_exceptions import UnixClientConnectorError
 from yarl import URL
 
 from gpu_worker_pool._version import __version__
-from gpu_worker_pool.api.decoder import decode_problem
 from gpu_worker_pool.api.fingerprints import VARIABLE, certificates_for, shown
 from gpu_worker_pool.api.json_values import LARGEST_BODY_BYTES, LONGEST_SENTENCE, cleaned
+from gpu_worker_pool.api.lease_decoder import decode_problem
 from gpu_worker_pool.api.name_lookup import make_resolver
 from gpu_worker_pool.api.unix_socket import TrustedUnixConnector
 from gpu_worker_pool.errors import NetworkRetryableError, ServiceRefusedError, ServiceRetryableError

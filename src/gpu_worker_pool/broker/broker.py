@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from gpu_worker_pool.broker.known import KnownRequests, Listeners
 from gpu_worker_pool.broker.process_watch import ProcessWatch
 from gpu_worker_pool.broker.shared_view import SharedView
 from gpu_worker_pool.broker.usage import LeaseUsages
@@ -110,14 +111,9 @@ class LeaseBroker:
         """`reopen_seconds`: how long to wait before a ledger that could not be opened is tried again."""
         #: Called with every committed change, whichever process made it.
         self.on_change: Callable[[Change], object] | None = None
-        #: Offered, held and quarantined leases that this process knows of, by lease id, oldest first. Read-only.
-        self.leases: dict[str, Lease] = {}
-        #: Whether these are all: only after the first transaction.
+        self._known = KnownRequests()
+        #: Whether `leases` are all: only after the first transaction.
         self.is_informed: bool = False
-        #: The ids of these leases, by request id.
-        self._granted: dict[str, str] = {}
-        #: Waiters by request id.
-        self.waiting: dict[str, Waiter] = {}
         #: Numbers of grants, and of ended requests and leases, since the ledger was made.
         self.grants: int = 0
         self.tally: Mapping[RequestState | LeaseState, int] = {}
@@ -130,8 +126,8 @@ class LeaseBroker:
         self._ledger: Ledger | None = None
         self._why_closed = LedgerUnavailableError("the ledger is not open yet")
         self._is_stopping = False
-        #: Callers of `acquire` that wait for an answer, by request id.
-        self._listeners: dict[str, list[asyncio.Future[None]]] = {}
+        #: Callers of `acquire` that wait for an answer.
+        self._listeners = Listeners()
         self._tasks: set[asyncio.Task[None]] = set()
         self._gpus: tuple[GPUReading, ...] = ()
         #: MIG devices that no longer exist, until the ledger knows it.
@@ -166,8 +162,17 @@ class LeaseBroker:
         """Callers that wait for an answer get a `PoolStoppedError` now."""
         self._is_stopping = True
         self._why_closed = LedgerUnavailableError("the broker is closed")
-        for request_id in list(self._listeners):
-            self._wake(request_id)
+        self._listeners.wake_all()
+
+    @property
+    def leases(self) -> Mapping[str, Lease]:
+        """Offered, held and quarantined leases that this process knows of, by lease id, oldest first."""
+        return self._known.leases
+
+    @property
+    def waiting(self) -> Mapping[str, Waiter]:
+        """Waiters that this process knows of, by request id."""
+        return self._known.waiting
 
     @property
     def policy(self) -> PolicyInForce:
@@ -230,7 +235,7 @@ class LeaseBroker:
             request = replace(request, groups=groups)
         poll_deadline = self._clock() + wait_seconds
         poll = partial(self._poll, request, may_reserve=may_reserve, poll_id=poll_id)
-        listener = self._listen(request.request_id)
+        listener = self._listeners.add(request.request_id)
         try:
             lease = await poll(poll_deadline)
             while lease is None and (left := poll_deadline + POLL_MARGIN_SECONDS - self._clock()) > 0:
@@ -240,8 +245,8 @@ class LeaseBroker:
                     async with asyncio.timeout(left):
                         await listener
                 if listener.done():
-                    self._unlisten(request.request_id, listener)
-                    listener = self._listen(request.request_id)
+                    self._listeners.remove(request.request_id, listener)
+                    listener = self._listeners.add(request.request_id)
                     held = self.held_by(request.request_id)
                     # One that was granted to another poll may soon become an offer.
                     lease = held if held is not None and held.poll_id == poll_id else None
@@ -257,12 +262,12 @@ class LeaseBroker:
                 lease = await poll(self._clock())
             return lease
         finally:
-            self._unlisten(request.request_id, listener)
+            self._listeners.remove(request.request_id, listener)
 
     async def place(self, request: Request, *, poll_id: str = "", is_offer: bool = False) -> Lease:
         """Grant it now, or raise an `ImpossibleRequestError` and forget it: its fleet says whose turn it is.
 
-        Once it has a lease here, it is that lease. `is_offer`: nobody listens, so it must be claimed like any offer.
+        Once it has a lease here, it is that lease. `is_offer`: no client polls, so it must be claimed like any offer.
         """
         poll_deadline = self._clock() - 1.0 if is_offer else None
         event = Requested(request, poll_deadline=poll_deadline, poll_id=poll_id, may_wait=False)
@@ -308,7 +313,7 @@ class LeaseBroker:
 
     def held_by(self, request_id: str) -> Lease | None:
         """The lease that this request was granted, if its client knows of it."""
-        lease = self.leases.get(self._granted.get(request_id, ""))
+        lease = self._known.lease_of(request_id)
         return lease if lease is not None and lease.state is LeaseState.HELD else None
 
     async def held(self) -> list[Lease]:
@@ -362,7 +367,7 @@ class LeaseBroker:
         )
 
     async def queue(self) -> tuple[Waiting, ...]:
-        """All waiting requests, in order: the same object for all who ask before anything has changed."""
+        """All waiting requests, in order: the same object until something changes."""
         self._opened()
         return await self._queue_view.get()
 
@@ -381,12 +386,12 @@ class LeaseBroker:
 
     @property
     def ledger_id(self) -> str:
-        """Tells this ledger from all others."""
+        """Identifies this ledger."""
         return hashlib.sha256(f"ledger {self._opened().secret}".encode()).hexdigest()[:32]
 
     async def request_of(self, request_id: str) -> Request | None:
         """A request that waits, holds a lease, or ended recently."""
-        known = await self._opened().look(lambda pool, _: pool.requests.get(request_id))
+        known = await self.known(request_id)
         return None if known is None else known.request
 
     async def request_of_lease(self, lease_id: str) -> Request | None:
@@ -461,64 +466,21 @@ class LeaseBroker:
         self.grants, self.tally = committed.grants, committed.tally
         changed: list[Change] = []
         if committed.is_everything:
-            self._forget_all_but(committed.changes)
+            for request_id in self._known.forget_all_but(committed.changes):
+                self._listeners.wake(request_id)
         for request_id, after in committed.changes.items():
-            before = self._update(request_id, after)
-            changed.append(Change(before, after))
+            changed.append(Change(self._known.update(request_id, after), after))
         if committed.is_everything or any(
             isinstance(change.after, Lease) or isinstance(change.before, Lease) for change in changed
         ):
             self._on_leases(self.leases.values())
         for request_id in committed.changes:
-            self._wake(request_id)
+            self._listeners.wake(request_id)
         if any(isinstance(effect, ReadingWanted) for effect in committed.effects):
             self._want_reading(self._clock() if committed.decided_at is None else committed.decided_at)
         if self.on_change is not None:
             for change in changed:
                 self.on_change(change)
-
-    def _update(self, request_id: str, after: Waiter | Lease | Outcome) -> Waiter | Lease | None:
-        before: Waiter | Lease | None = self.waiting.pop(request_id, None)
-        if isinstance(after, Waiter):
-            self.waiting[request_id] = after
-        elif isinstance(after, Lease):
-            before = self.leases.get(after.lease_id, before)
-            self.leases[after.lease_id] = after
-            self._granted[request_id] = after.lease_id
-        elif after.lease is not None:
-            before = self.leases.pop(after.lease.lease_id, before)
-            self._granted.pop(request_id, None)
-        return before
-
-    def _forget_all_but(self, known: Mapping[str, Waiter | Lease | Outcome]) -> None:
-        """While this process could not read the ledger, others may have ended what it knew of."""
-        for lease in list(self.leases.values()):
-            if lease.request.request_id not in known:
-                del self.leases[lease.lease_id]
-                self._granted.pop(lease.request.request_id, None)
-        for request_id in list(self.waiting):
-            if request_id not in known:
-                del self.waiting[request_id]
-                self._wake(request_id)
-
-    # --- callers that wait ---
-
-    def _listen(self, request_id: str) -> asyncio.Future[None]:
-        listener: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._listeners.setdefault(request_id, []).append(listener)
-        return listener
-
-    def _unlisten(self, request_id: str, listener: asyncio.Future[None]) -> None:
-        listeners = self._listeners.get(request_id, [])
-        if listener in listeners:
-            listeners.remove(listener)
-        if not listeners:
-            self._listeners.pop(request_id, None)
-
-    def _wake(self, request_id: str) -> None:
-        for listener in self._listeners.get(request_id, ()):
-            if not listener.done():
-                listener.set_result(None)
 
     # --- rule 10: a process that is provably gone holds nothing, and waits for nothing ---
 

@@ -31,7 +31,7 @@ FIRST_SAMPLE_SECONDS: Final = 3.0
 SAMPLE_MAX_AGE_SECONDS: Final = 15.0
 #: Codes of a `DriverError` where no driver is installed: trying again does not help.
 NO_DRIVER: Final = frozenset({"nvidia_smi_not_found", "nvml_not_found", "amd_smi_not_found", "reader_not_found"})
-#: How long who asks once waits until the leases of holders that have just died are ended.
+#: How long a one-time caller waits until the leases of holders that have just died are ended.
 DEAD_HOLDER_SECONDS: Final = 1.0
 #: How often to check for an up-to-date sample: an old one from another process may arrive first.
 _CHECK_SECONDS: Final = 0.01
@@ -111,7 +111,7 @@ class LocalBroker:
         raise ServiceRetryableError(f"the driver has not answered for {silent:.0f} s")
 
     async def until_dead_holders_are_noticed(self, *, and_their_gpus_seen: bool = False) -> None:
-        """For those who ask once: the last one to serve the ledger may have been killed together with a holder.
+        """For one-time callers: the last process to serve the ledger may have been killed together with a holder.
 
         `and_their_gpus_seen`: also until their quarantine has ended, if that takes no longer than a reading.
         """

@@ -1,4 +1,4 @@
-"""A view that is built once for all who ask for it, however many ask: looking must not delay leases."""
+"""A view that is built once for all callers, however many there are: reading must not delay leases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 #: What was built is shown for this long at most, since ages in it grow old.
 OLDEST_SECONDS: Final = 1.0
-#: It is not built again before this many times the time that building it took: whoever asks waits for that.
+#: It is not built again for this many times as long as building it took: callers wait for that.
 _PAUSE: Final = 9
 LONGEST_PAUSE_SECONDS: Final = 1.0
 
@@ -43,7 +43,7 @@ class SharedView(Generic[T]):
             await asyncio.wait([self._building])  # it may lack the last change
         if self._building is None:
             self._building = asyncio.get_running_loop().create_task(self._rebuild())
-            # Those who asked may be gone by the time it fails.
+            # The callers may be gone by the time it fails.
             self._building.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(self._building)
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.policy import IdleRule
     from gpu_worker_pool.hardware.samples import HostSample
 
-#: How old what the ledger knows may become while leases are held.
+#: How old the ledger's use of held leases may become.
 STORE_SECONDS: Final = 30.0
-#: Between two samples; longer ones mean that nobody observed the GPUs.
+#: The longest gap between two samples; after a longer one the GPUs count as not observed.
 LONGEST_GAP_SECONDS: Final = 15.0
 
 
@@ -78,7 +78,7 @@ class LeaseUsages:
         return self._uses.get(lease_id)
 
     def to_store(self, leases: Iterable[Lease], idle: IdleRule) -> dict[str, LeaseUse]:
-        """What the ledger should know by now. All processes see the same, so one of them is enough."""
+        """The use that the ledger should have by now. All processes see the same, so one of them is enough."""
         found = {}
         seconds = min(STORE_SECONDS, idle.after_seconds / 2, max(idle.grace_seconds / 2, 1.0))
         for lease in leases:
@@ -86,7 +86,7 @@ class LeaseUsages:
             use = self._uses.get(lease.lease_id)
             if use is None:
                 continue
-            # Who is about to lose a lease for idleness must not, once it computes again.
+            # A holder that is about to lose its lease for idleness must keep it once it computes again.
             is_urgent = lease.asked is not None and use.busy_at is not None and use.busy_at > lease.asked.at
             if use.seen_until - stored_at >= (0.5 if is_urgent else seconds):
                 found[lease.lease_id] = use
@@ -103,7 +103,7 @@ def _extended(
     if before is None:
         before = LeaseUse(lease.granted_at, 0.0, 0.0, None, None)
     seconds = max(seen_at - before.seen_until, 0.0)
-    # What nobody observed was neither idle nor busy.
+    # Unobserved time was neither idle nor busy.
     counted = seconds if seconds <= LONGEST_GAP_SECONDS else 0.0
     idle, busy_at = before.idle_seconds, before.busy_at
     if is_busy is None:

@@ -44,9 +44,9 @@ def describe_queue(pool: Pool, now: float) -> list[Waiting]:
     rows = []
     positions: Counter[str | None] = Counter()
     for waiter in pool.queue.in_order():
-        positions[waiter.request.within] += 1  # each lease has its own queue for what is inside it
+        positions[waiter.request.within] += 1  # each lease has its own queue for the requests inside it
         position = positions[waiter.request.within]
-        # Waiters whose own process holds a GPU are told so, and no others.
+        # Only waiters whose own process holds a GPU are told so.
         names = process_names(waiter.request)
         request_class = (id(waiter.request_class), () if holders.isdisjoint(names) else names)
         if request_class not in explained:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-#: Variables that are shown to nobody, and passed on to no other host.
+#: Variables that are never shown, and not passed on to other hosts.
 SECRETS: Final = frozenset(
     {
         "GPU_POOL_API_KEY",
@@ -15,7 +15,7 @@ SECRETS: Final = frozenset(
         "GPU_POOL_FLEET_DATABASE",
     }
 )
-#: Of these, what a command that `run` starts does not get: with the key of its user it may request more GPUs.
+#: Those that a command of `run` does not get. It keeps its user's key, with which it may request more GPUs.
 KEPT_FROM_COMMANDS: Final = SECRETS - {"GPU_POOL_API_KEY"}
 
 

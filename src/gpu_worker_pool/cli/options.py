@@ -199,12 +199,12 @@ def lease_options(command: Command) -> Command:
                 type=Duration(0.0),
                 default="30s",
                 show_default=True,
-                help="How long before the end of --max-time; it lies inside it. Then SIGKILL.",
+                help="How long before the end of --max-time COMMAND gets SIGTERM; at the end, SIGKILL.",
             ),
             click.option(
                 "--ask",
                 is_flag=True,
-                help="While waiting, ask the holders in the way to give their GPUs back; nobody is forced.",
+                help="While waiting, ask the holders in the way to give their GPUs back; no holder is forced.",
             ),
             click.option(
                 "--private",

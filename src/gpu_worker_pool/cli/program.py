@@ -33,13 +33,13 @@ COMMANDS: Final = {
     "cert": "Make a TLS certificate for a server, or show its fingerprint.",
     "doctor": "Check this host and its endpoints, and say how to fix problems.",
     "config": "Show every setting and where it came from.",
-    "simulate": "See what other rules, or more GPUs, would do to a recorded workload.",
-    "demo": "See a dozen workers share a few GPUs.",
+    "simulate": "Show what other rules, or more GPUs, would do to a recorded workload.",
+    "demo": "Show a dozen workers that share a few GPUs.",
 }
 
-#: Where the name is a word of Python.
+#: Commands whose name is a keyword of Python.
 _MODULES: Final = {"yield": "ask_back"}
-#: A server configures its own log; for the others a different process does what could be logged.
+#: A server configures its own log; for the others, what could be logged happens in another process.
 _OWN_LOGS: Final = frozenset({"serve", "demo", "run", "map", "wait"})
 
 EPILOG: Final = """\

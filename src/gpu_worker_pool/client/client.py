@@ -56,7 +56,7 @@ FIRST_ANSWERS_SECONDS = 2.0
 class GPUWorkerPoolClient:
     """Hands out GPUs to workers, first come first served; use it as a context manager, or `start` and `stop` it.
 
-    An argument wins over every variable; what is left out is read from the environment. One event loop has it:
+    An argument wins over every variable; what is left out is read from the environment. It belongs to one event loop:
     `gpu_worker_pool.sync` is for threads.
     """
 
@@ -87,7 +87,7 @@ class GPUWorkerPoolClient:
         arguments = {name: value for name, value in locals().items() if name not in (*callbacks, "callbacks")}
         self._config = config = PoolConfig.resolve(**arguments)
         if any(endpoint.url != LOCAL_ENDPOINT for endpoint in config.endpoints):
-            # What `start` needs: it takes long to load, and would keep the event loop from all else.
+            # What `start` needs: it takes long to load, and would block the event loop.
             import gpu_worker_pool.api.http_client  # noqa: F401
         settings = PoolSettings(
             memory_threshold_percent=config.memory_threshold,
@@ -121,7 +121,7 @@ class GPUWorkerPoolClient:
         self._monitors = MultiEndpointGPUMonitor(())
         self._endpoint_is_back = asyncio.Event()
         self._queued_requests = 0
-        #: Of endpoints that come back: the GPUs that were held all the while.
+        #: For endpoints that come back: the GPUs that were held throughout.
         self._in_use_at_return: dict[str, set[int]] = {}
         self._same_gpus = SameGPUs()
         self._processes = Processes(config, lambda: [endpoint.config for endpoint in self._endpoints], environ)
@@ -129,7 +129,7 @@ class GPUWorkerPoolClient:
     # --- life ---
 
     async def start(self) -> None:
-        """Begin to ask the endpoints. Succeeds also while none of them answers: requests wait until one does."""
+        """Begin to poll the endpoints. Succeeds even if none answers: requests then wait until one does."""
         if self._manager.is_running:
             if not self._manager.is_abandoned:
                 raise AlreadyStartedError("the client is already started")
@@ -139,7 +139,7 @@ class GPUWorkerPoolClient:
         forks.watch(self)
         self._coordinator.start()
         try:
-            # How they were in an earlier life says nothing about this one.
+            # Their state before an earlier stop says nothing about now.
             self._endpoints = EndpointManager(endpoint.config for endpoint in self._endpoints)
             self._monitors = MultiEndpointGPUMonitor(self._monitor(endpoint) for endpoint in self._endpoints)
             self._endpoint_is_back = asyncio.Event()
@@ -154,7 +154,7 @@ class GPUWorkerPoolClient:
             raise
 
     async def stop(self) -> None:
-        """End every request that waits, and leave nothing behind. Does nothing to a client that is not started."""
+        """End every waiting request and clean up. Does nothing if the client is not started."""
         if self._manager.is_abandoned:
             self._forget()
             return
@@ -178,7 +178,7 @@ class GPUWorkerPoolClient:
         self._http = None
 
     def _forked(self) -> None:
-        """In a child process, which has a copy of everything and may use nothing of it."""
+        """In a forked child, which has a copy of everything and must not use it."""
         if self._manager.is_running:
             forks.leave_alone(self._http, self._monitors)
             self._manager.forget()
@@ -218,14 +218,14 @@ class GPUWorkerPoolClient:
         expected_seconds: float | None = None,
         max_seconds: float | None = None,
     ) -> Coroutine[Any, Any, GPUAssignment]:
-        """Wait for a GPU, or several of one host, and have it until `release_gpu`.
+        """Wait for a GPU, or several of one host, and hold it until `release_gpu`.
 
         Raises `WorkerTimeoutError` after `timeout` seconds (the client's `worker_timeout` if None), which is a
         `ServiceUnavailableError` too if no endpoint answered; `ImpossibleRequestError` at once if no GPU can ever
-        serve it. From a server that gives leases it is one, renewed until it is released.
+        serve it. From a server that gives leases, the assignment is a lease, which is renewed until it is released.
 
         `expected_seconds` says how long the GPU will be used: never enforced, and helps large requests to wait less.
-        After `max_seconds` it is taken back; a server's lease cannot be renewed beyond, and `on_lease_lost` is called
+        After `max_seconds` it is taken back; a server's lease cannot be renewed beyond that. `on_lease_lost` is called
         shortly before.
         """
         try:
@@ -249,8 +249,8 @@ class GPUWorkerPoolClient:
         """Run a plain function in a worker process that has a GPU of its own; returns what it returns.
 
         `requirements` are those of `request_gpu`, and `policy` is "idle" unless they say otherwise; further ones of
-        `GPUProcessPoolExecutor`, such as `max_workers`, count for all calls that are alike in them. Workers keep their
-        GPUs for later calls, for a minute. The endpoints must give leases, and be of this host.
+        `GPUProcessPoolExecutor`, such as `max_workers`, too. Calls with the same ones share workers, which keep their
+        GPUs for a minute after a call. The endpoints must give leases, and must be on this host.
         """
         self._check_started()
         executor = self._processes.executor(requirements)
@@ -274,7 +274,7 @@ class GPUWorkerPoolClient:
         )
 
     def get_endpoints_info(self) -> list[dict[str, Any]] | None:
-        """What is known of each endpoint; None where the client is not started or has one endpoint only."""
+        """One dict per endpoint; None if the client is not started or has only one endpoint."""
         if not (self._manager.is_running and self._config.multi_endpoint):
             return None
         return [reports.as_dict(info) for info in self._endpoint_infos()]
@@ -304,7 +304,7 @@ class GPUWorkerPoolClient:
         }
 
     def on_stats_update(self, callback: Callable[[GPUStats], object]) -> Callable[[], None]:
-        """Call `callback` with every statistics that arrive, of any endpoint; what is returned ends that."""
+        """Call `callback` with new statistics of any endpoint; returns a function that unsubscribes."""
         if iscoroutinefunction(callback):
             raise TypeError("the callback is called, not awaited: use a plain function")
         self._callbacks.append(callback)
@@ -322,9 +322,9 @@ class GPUWorkerPoolClient:
         return self._endpoints.recovery_status(time.monotonic(), self._queued_requests)
 
     async def trigger_endpoint_recovery(self, endpoint_id: str) -> bool:
-        """Ask a sick endpoint now instead of when its breaker says so; False if there is none of this name.
+        """Poll a failed endpoint now instead of waiting for its breaker; False if the id is unknown.
 
-        Its URL or the name of its host will do, where only one endpoint has it.
+        Its URL or host name can be used instead if only one endpoint has it.
         """
         self._check_many()
         monitor = self._monitors.get(self._endpoints.id_of(endpoint_id) or endpoint_id)
@@ -334,7 +334,7 @@ class GPUWorkerPoolClient:
         return True
 
     async def queue_request_for_retry(self, request_func: Callable[[], Awaitable[T]]) -> T:
-        """Call it once an endpoint answers; again, when one does, if it found the service unavailable after all."""
+        """Call it once an endpoint answers; again if it raises `ServiceUnavailableError`."""
         self._check_many()
         self._queued_requests += 1
         try:
@@ -359,7 +359,7 @@ class GPUWorkerPoolClient:
     # --- endpoints that come and go ---
 
     async def add_endpoint(self, entry: str) -> str:
-        """Use the GPUs of one more server, `URL` or `name=URL`; returns its id."""
+        """Add a server, `URL` or `name=URL`; returns its id."""
         self._check_many()
         endpoint = self._endpoints.add(entry)
         try:
@@ -372,7 +372,7 @@ class GPUWorkerPoolClient:
         return endpoint.endpoint_id
 
     async def remove_endpoint(self, endpoint_id: str) -> None:
-        """Use its GPUs no more; what is assigned there stays so until it is released."""
+        """Stop using its GPUs; existing assignments stay until they are released."""
         self._check_many()
         endpoint = self._endpoints.get(endpoint_id)
         if endpoint is None:
@@ -418,7 +418,7 @@ class GPUWorkerPoolClient:
         stats, pool_id = fetched.stats, self._config.pool_id(endpoint.endpoint_id)
         if since_return is None:
             self._in_use_at_return.pop(pool_id, None)
-        # Alone it has nobody to share the rush with; and one that gives leases sees to it itself.
+        # A single endpoint needs no gradual return, and a server that gives leases orders its requests itself.
         elif len(self._endpoints.healthy) > 1 and self._coordinator.is_in_process(endpoint):
             in_use = self._in_use_at_return.setdefault(pool_id, pool_metrics.gpus_in_use(self._manager.pool, pool_id))
             stats = coming_back(stats, since_return, in_use)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.models import GPUAssignment, GPUId
 
-#: What the block is given: the id of its GPU, or of several the tuple.
+#: What the block gets: the id of its GPU, or a tuple of several ids.
 Got = TypeVar("Got")
 
 

@@ -141,7 +141,7 @@ class EndpointManager:
         return found[0] if len(found) == 1 else None
 
     def add(self, entry: str) -> Endpoint:
-        """`URL` or `name=URL`; a `ValueError` for one that is there already."""
+        """`URL` or `name=URL`; a `ValueError` if the client already has it."""
         known = [f"{endpoint.endpoint_id}={endpoint.config.url}" for endpoint in self]
         # Parsed together, so that duplicate ids and URLs are treated as in a list given at the start.
         if len(parse_endpoints([*known, entry])) == len(known):

@@ -1,4 +1,4 @@
-"""Who was given GPUs, and whether anything can still release them. Notices what is forgotten; decides nothing."""
+"""The holders of assignments, and whether anything can still release them. Notices forgotten ones; decides nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AssignmentHolder(weakref.ref[GPUAssignment]):
     lease: Lease
     #: What a server gave; None for what this process assigned.
     held: HeldLease | None
-    #: The task that asked, unless it only passed the assignment on. Weak: a failed task keeps alive all that it knew.
+    #: The task that asked, unless it only passed the assignment on. Weak: a failed task keeps alive all it refers to.
     task: weakref.ref[asyncio.Task[Any]] | None
     #: For a worker that is called back. It keeps its own assignment, so that it never looks forgotten.
     worker: tuple[WorkerInfo, GPUAssignment] | None

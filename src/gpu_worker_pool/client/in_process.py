@@ -1,4 +1,4 @@
-"""GPUs that this process assigns itself, as one more service that an acquisition can ask.
+"""GPUs that this process assigns itself, as one more service of an acquisition.
 
 For clients of which some servers give leases and others only statistics. The pool stays in the client's own loop.
 """
@@ -32,7 +32,7 @@ class InProcessService:
     def __init__(self, manager: WorkerPoolManager, loop: asyncio.AbstractEventLoop) -> None:
         self._manager = manager
         self._loop = loop
-        #: By request id, until its assignment is handed over, given back or not wanted any more.
+        #: By request id, until the assignment is handed over, given back or no longer wanted.
         self._requests: dict[str, asyncio.Task[GPUAssignment]] = {}
 
     def is_waiting(self, request_id: str) -> bool:
@@ -41,7 +41,7 @@ class InProcessService:
         return task is not None and not task.done()
 
     def hand_over(self, lease: HeldLease, assignment: GPUAssignment) -> GPUAssignment:
-        """To the current task, for which a task of ours asked."""
+        """Hand it over to the current task, on whose behalf a task of ours asked."""
         self._requests.pop(lease.request.request_id, None)
         self._manager.passed_on(assignment)
         return assignment
@@ -60,7 +60,7 @@ class InProcessService:
         await self._in_clients_loop(self._take_back(request.request_id))
 
     async def renew(self, lease: HeldLease, *, timeout_seconds: float) -> YieldNotice | None:  # noqa: ARG002
-        """It lasts until it is released, and nobody asks for it."""
+        """It lasts until it is released, and is never asked to yield."""
         return None
 
     async def has_waiting(self) -> bool:

@@ -104,7 +104,7 @@ class LeasePool:
         thread = self.thread
         self._leases.stop()
         if thread is not None:
-            self._is_stopped = True  # a lease may be on its way to its worker, who must not get it any more
+            self._is_stopped = True  # a lease may be on its way to its worker, which must not get it any more
             over = asyncio.wrap_future(thread.request_stop())
             try:
                 await asyncio.shield(over)
@@ -155,7 +155,7 @@ class LeasePool:
             self.start_thread().call(acquisition.refuse, endpoint_id, error)
 
     def removed(self, endpoint_id: str) -> None:
-        """It gets no more requests; leases held there last until they are released."""
+        """It gets no more requests; leases held there stay until they are released."""
         self._endpoints.pop(endpoint_id, None)
         self._refused.pop(endpoint_id, None)
         for acquisition in self._acquisitions:
@@ -239,7 +239,7 @@ class LeasePool:
         """In the lease thread."""
         held = await acquisition.run()
         if self._loop.is_closed():
-            acquisition.withdraw()  # nobody is left to give it back
+            acquisition.withdraw()  # its caller has gone and cannot give it back
         return held
 
     def _acquisition(

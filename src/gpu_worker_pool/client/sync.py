@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["GPUContextManager", "GPUWorkerPoolClient", "gpu_worker_pool_client"]
 
 T = TypeVar("T")
-#: What the block is given: the id of its GPU, or of several the tuple.
+#: What the block gets: the id of its GPU, or a tuple of several ids.
 Got = TypeVar("Got")
 
 

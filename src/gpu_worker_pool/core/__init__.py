@@ -1,6 +1,6 @@
 """The core decides who gets which GPU. It does no I/O, reads no clock, draws no random number and writes no log.
 
-docs/ARCHITECTURE.md lists its twelve rules, and the file that each of them lives in.
+docs/ARCHITECTURE.md lists its rules, and the file that each of them lives in.
 """
 
 from gpu_worker_pool.core.allocator import GPUAllocator as GPUAllocator

@@ -1,6 +1,6 @@
-"""Accounts: for whom a request is made, as the kernel or a key says it. What an account used is counted together.
+"""Accounts: for whom a request is made, according to the kernel or a key. Use is added up per account.
 
-`user:1000` is a user of this host, `key:physics` a named key, `key-1f0c…` a key without a name, and `loopback` are all
+`user:1000` is a user of this host, `key:physics` a named key, `key-1f0c…` a key without a name, and `loopback` all
 programs that ask a server on their own host over TCP without a key. Within one process requests have no account: "".
 """
 
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from gpu_worker_pool.core.events import Origin
 
-#: Callers on the server's host without a key. Anybody there can be one, so all of them share one account.
+#: Callers on the server's host without a key. They cannot be told apart, so all of them share one account.
 LOOPBACK: Final = "loopback"
 
 _USER, _KEY, _UNNAMED_KEY = "user:", "key:", "key-"
 
 
 def account_of_user(uid: int | None) -> str:
-    """None: unknown here; nobody acts for that."""
+    """The user with this number; None if it is not known."""
     return f"{_USER}{uid}"
 
 
@@ -40,7 +40,7 @@ def key_name(account: str) -> str | None:
 
 
 def account_name(account: str, origin: Origin | None = None, user: str | None = None) -> str:
-    """As others see it. `origin`: of one of its requests; `user`: the name of the user, where it was looked up."""
+    """The name that others see. `origin`: of one of its requests; `user`: the user's name, if it was looked up."""
     uid = uid_of(account)
     if uid is not None:
         known = origin.user if origin is not None and origin.is_verified else None

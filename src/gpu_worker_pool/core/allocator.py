@@ -14,9 +14,9 @@ from gpu_worker_pool.core.balancing import balancer_for
 from gpu_worker_pool.core.free_hosts import FreeHosts
 from gpu_worker_pool.core.gpus import EndpointState, GPUResourceState
 from gpu_worker_pool.core.inside import obstacles_inside
-from gpu_worker_pool.core.links import best_linked
-from gpu_worker_pool.core.obstacles import lasting_obstacles, obstacles, reading_obstacles
+from gpu_worker_pool.core.obstacles import by_index, lasting_obstacles, obstacles, reading_obstacles
 from gpu_worker_pool.core.requirements import ANY_GPU
+from gpu_worker_pool.core.topology import best_linked
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -127,7 +127,7 @@ class GPUAllocator:
         return next(obstacles(gpu, requirements, self.settings, now), None) is None
 
     def is_any_gpu(self, requirements: Requirements) -> bool:
-        """Whether any free GPU meets these requirements: they say how many, or what holds for all GPUs anyway."""
+        """Whether any free GPU meets these requirements: they name a number, or only what all GPUs have in common."""
         if requirements is ANY_GPU:
             return True
         settings = self.settings
@@ -171,7 +171,7 @@ class GPUAllocator:
         return best_linked(found, count) if is_choosing else tuple(found)
 
     def number_free(self, endpoint: EndpointState, count: int, reserved: Collection[str], now: float) -> int:
-        """How many GPUs of its index a request for so many could choose from."""
+        """How many GPUs of its index a request for `count` of them could choose from."""
         if now - endpoint.begun_at > self._reading_max_age_seconds:
             return 0
         free = len(endpoint.free)
@@ -274,9 +274,7 @@ class GPUAllocator:
                 return None
         where = f"{endpoint.endpoint_id}: " if endpoint.endpoint_id else ""
         requested = f"{requirements.count} GPUs requested, " if requirements.count > 1 else ""
-        # Not in the order in which they became known, which differs between processes.
-        by_index = sorted((sorted(indices), text) for text, indices in why_not.items())
-        why = "; ".join(f"GPU {', '.join(map(str, indices))}: {text}" for indices, text in by_index)
+        why = by_index(why_not)
         return f"{where}{requested}{possible} of {len(known)} could ever serve it{f' ({why})' if why else ''}"
 
     # Inside

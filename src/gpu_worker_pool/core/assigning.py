@@ -24,7 +24,7 @@ MOST_BACKFILLED: Final = 100
 def assign(pool: Pool, now: float) -> None:
     """Grant whatever can be granted to waiters, in order."""
     _assign(pool, now)
-    # A grant may have brought its account to its limit, and no GPU is reserved for what that keeps back.
+    # A grant may have brought its account to its limit; no GPU is reserved for requests that the limit keeps waiting.
     while pool.has_limits and (waiter := pool.reserved_for) is not None and _is_kept_back(pool, waiter):
         _end_reservation(pool, waiter)
         _assign(pool, now)
@@ -73,7 +73,7 @@ def _is_kept_back(pool: Pool, waiter: Waiter) -> bool:
 
 
 def _serve_by_limit(pool: Pool, request_class: RequestClass, withheld: Collection[str], now: float) -> bool:
-    """Serve the head of a class that a limit keeps back, if it still may share a GPU; nothing waits for it."""
+    """Serve the head of a class that a limit keeps waiting, if it may still share a GPU; nothing waits for it."""
     # It is looked at again with every GPU once its account holds less.
     request_class.tried = False
     waiter, allocator = pool.queue.head(request_class), pool.allocator
@@ -93,7 +93,7 @@ def _end_reservation(pool: Pool, waiter: Waiter) -> None:
 
 
 def _renew_order(pool: Pool, fair_share: FairShare, now: float) -> None:
-    """Others may come before the one for whom GPUs are reserved or awaited, only because time has passed."""
+    """Passing time alone can put others ahead of the waiter for whom GPUs are reserved or awaited."""
     fair_share.now = now
     if pool.reserved_for is not None:
         pool.improve(pool.reserved_for.reserved)

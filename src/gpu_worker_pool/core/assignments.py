@@ -37,7 +37,7 @@ class HeldGPU:
 
 @record
 class LeaseUse:
-    """What readings showed of a held lease, up to one of them. What no process observed is not in it."""
+    """How a held lease used its GPUs, up to a reading. Time that no process observed is not included."""
 
     #: When the last of these readings began.
     seen_until: float
@@ -156,7 +156,7 @@ class WorkerAssignmentTracker:
     """All leases that are held, offered or in quarantine. Belongs to one thread."""
 
     def __init__(self, gpus: Mapping[str, GPUResourceState], fair_share: FairShare | None = None) -> None:
-        #: What leases count for, from when they come until they go; None: use does not count.
+        #: The use of accounts, to which leases count from their grant to their end; None: use is not counted.
         self.fair_share = fair_share
         #: The moment of the event that is being applied.
         self.now: float = -math.inf
@@ -248,7 +248,7 @@ class WorkerAssignmentTracker:
         return self._of_account[account]
 
     def inside(self, lease_id: str) -> list[Lease]:
-        """The leases right inside this one."""
+        """The leases directly inside this one."""
         return list(self.inner.get(lease_id, {}).values())
 
     def enclosing(self, lease: Lease) -> Lease | None:

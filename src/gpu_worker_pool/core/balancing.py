@@ -40,7 +40,7 @@ class Pack:
 class Turns:
     """Each endpoint in its turn; one of weight 3 has three turns where one of weight 1 has one.
 
-    Every turn moves an endpoint 1/weight further along a common road, and the one furthest behind is next. One that
+    Every turn adds 1/weight to an endpoint's total, and the endpoint with the lowest total is next. One that
     could not serve for a while does not catch up: it starts where the others are.
     """
 

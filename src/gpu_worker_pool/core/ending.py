@@ -1,4 +1,4 @@
-"""How leases end: given back, lost, in quarantine (rule 11), with the leases inside them. Part of `Pool`."""
+"""How leases end: released, lost, or by a quarantine (rule 11), with the leases inside them. Part of `Pool`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GRANTED, HELD, RELEASED = RequestState.GRANTED, LeaseState.HELD, LeaseState.RELE
 
 
 def give_back(pool: Pool, lease: Lease, now: float) -> None:
-    """Its holder is done with it; what is held inside it still uses its GPUs."""
+    """Its holder has released it; leases held inside it still use its GPUs."""
     if lease.state is HELD and _is_used_inside(pool, lease):
         _quarantine(pool, lease, RELEASED_AROUND_OTHERS, now, now)
     else:
@@ -91,7 +91,7 @@ def _quarantine(pool: Pool, lease: Lease, reason: str, until: float, now: float)
     if pool.leases.enclosing(lease) is None:
         pool.allocator.ended(lease.held, now, None)
     pool.effects.append(LeaseEnded(lease, LeaseState.QUARANTINED, reason))
-    # What is held inside it goes on, and it stays in quarantine until that has ended.
+    # Leases held inside it stay, and it stays in quarantine until they have ended.
     for inner in pool.leases.inside(lease.lease_id):
         if inner.state is LeaseState.OFFERED:
             end_lease(pool, inner, LeaseState.LOST, now, has_ended(lease.lease_id))
@@ -131,7 +131,7 @@ def gpus_vanished(pool: Pool, event: GPUsVanished, now: float) -> None:
         pool.allocator.mark_gone(gpu)
     inner = {lease.lease_id: lease for gpu in gpus for lease in gpu.inner_leases.values()}
     for lease in inner.values():
-        # If it has others left, it goes on: the lease around it is in quarantine, and ends after it.
+        # If it has other GPUs left, it stays: the lease around it is in quarantine, and ends after it.
         if lease.lease_id in pool.leases.by_id and all(gpu.is_gone for gpu in pool.leases.gpus_of(lease)):
             end_lease(pool, lease, LeaseState.LOST, now, f"GPU {', '.join(lease.gpu_ids)} is gone")
     affected = {lease.lease_id: lease for gpu in gpus for lease in gpu.leases.values()}

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @record
 class Origin:
-    """Where a request comes from, for others to read: they see who holds a GPU, and who waits."""
+    """Where a request comes from, so that other users see who holds a GPU and who waits."""
 
     user: str | None = None
     host: str | None = None
     pid: int | None = None
     #: The name of a script or a program, never its arguments.
     program: str | None = None
-    #: Whether the kernel vouches for the user and the pid; otherwise it is only what the client said.
+    #: Whether the kernel has confirmed the user and the pid; otherwise they are only what the client said.
     is_verified: bool = False
 
 
@@ -43,8 +43,8 @@ class Request:
     label: str | None = None
     #: How long a grant lives without renewal; None: until it is released (an assignment within one process).
     ttl_seconds: float | None = None
-    #: For whom (`core/accounts.py`); empty: nobody counts. What the first poll said is kept: a key may get a name
-    #: while its requests wait, and whose request it is, `owner` says.
+    #: For whom (`core/accounts.py`); empty: no account. That of the first poll is kept: a key may get a name
+    #: while its requests wait, and `owner` says whose request it is.
     account: str = field(default="", compare=False)
     #: The requesting process, where other processes of its host can see whether it is still there (rule 10).
     process: str = ""
@@ -54,7 +54,7 @@ class Request:
     within: str | None = None
     #: The groups of its user that the policy named when it was made. What the first poll said is kept.
     groups: tuple[str, ...] | None = field(default=None, compare=False)
-    #: True: holders in its way are asked to give their GPUs back; None: nobody is.
+    #: True: holders in its way are asked to give their GPUs back; None: they are not.
     asks: bool | None = None
     #: How long it will use its GPUs, as far as it knows: never enforced.
     expected_seconds: float | None = None
@@ -93,7 +93,7 @@ class Requested:
 
 @record
 class GrantRefused:
-    """The host of this grant did not keep it: its request waits again, in its place (in a fleet's dispatcher)."""
+    """The host of this grant refused it: its request waits again, in its place (in a fleet's dispatcher)."""
 
     lease_id: str
     #: Its order of arrival, and the rest of what it had while it waited.
@@ -122,7 +122,7 @@ class Released:
     by: str | None = None
     #: The fence the holder knows, if it says one; an outdated one changes nothing.
     fence: int | None = None
-    #: What the process that releases it has seen of its use; None: nothing.
+    #: Its use as the releasing process has observed it; None: not observed.
     use: LeaseUse | None = None
 
 
@@ -139,7 +139,7 @@ class Renewed:
 
 @record
 class LeaveRequested:
-    """Somebody asks a holder to give its GPUs back; it need not."""
+    """A user asks a holder to give its GPUs back; it need not."""
 
     lease_id: str
     #: Who, or why, for the holder to read.

@@ -1,7 +1,7 @@
 """How long leases and requests are expected to take. What is declared is believed, until it has passed; never enforced.
 
-A lease of which nothing was declared is expected to run for as long again as it has run: run times differ so much that
-what has run for long will run for long.
+Without a declared time, a lease is expected to run for as long again as it has run: run times differ so much that a
+lease that has run for long will run for long.
 """
 
 from __future__ import annotations
@@ -29,6 +29,6 @@ def declared_end(lease: Lease) -> float | None:
 
 
 def sure_seconds(leases: Iterable[Lease], now: float) -> float:
-    """For how long some of these will surely go on, by what they declared: 0 if none did."""
+    """How long the longest of these will run by its declared time; 0 if none declared one."""
     ends = [end for lease in leases if (end := declared_end(lease)) is not None]
     return max(max(ends, default=now) - now, 0.0)

@@ -169,7 +169,7 @@ def _fairness(pool: Pool, waiter: Waiter) -> str:
     name = account_name(request.account, request.origin)
     theirs = spoken_gpu_seconds(fair_share.used(request.account, fair_share.now))
     ours = spoken_gpu_seconds(fair_share.used(waiter.request.account, fair_share.now))
-    return f"account {name} is before yours: it used {theirs} lately, yours {ours}"
+    return f"account {name} is ahead of yours: it used {theirs} lately, yours {ours}"
 
 
 def _withheld(pool: Pool, order: tuple[Any, ...], now: float) -> dict[str, str]:

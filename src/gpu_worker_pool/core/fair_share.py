@@ -1,7 +1,7 @@
-"""Fair share: how much each account used of late, and the order that follows from it.
+"""Fair share: how much each account used lately, and the order that follows from it.
 
-Use is counted in GPU seconds, from the grant of a lease to its end, a share by its part of the memory. What was used
-counts half as much after each half-life, so that one day of much use is not held against anybody for ever.
+Use is measured in GPU seconds, from the grant of a lease to its end; a share counts in proportion to its memory. It
+decays with a half-life, so that a day of heavy use does not count against an account for ever.
 """
 
 from __future__ import annotations
@@ -39,13 +39,23 @@ class _Account:
     rate: float = 0.0
 
 
+def weight_of(lease: Lease, gpus: Mapping[str, GPUResourceState]) -> tuple[float, bool]:
+    """How many GPUs a lease counts as, a share by its part of the memory; and whether all of that memory is known."""
+    requirements = lease.request.requirements
+    if not requirements.share or requirements.memory_mb is None:
+        return float(len(lease.gpu_ids)), True
+    seen = [gpus[gpu_id].last_seen for gpu_id in lease.gpu_ids]
+    totals = [None if reading is None else reading.memory_total_mb for reading in seen]
+    return sum(min(requirements.memory_mb / total, 1.0) if total else 1.0 for total in totals), all(totals)
+
+
 class FairShare:
     """The use of all accounts. Belongs to one thread."""
 
     def __init__(self, settings: PoolSettings, gpus: Mapping[str, GPUResourceState]) -> None:
         self._gpus = gpus
         self._age_seconds = settings.fair_share_age_seconds
-        #: Per second, what is left of use is multiplied by e to the power of minus this.
+        #: The rate of decay: use falls by the factor exp(-rate) per second.
         self._decay = math.log(2.0) / (settings.fair_share_half_life_seconds or 1.0)
         #: The moment whose use and ages decide the order: it stays the same between two assignments.
         self.now: float = -math.inf
@@ -64,7 +74,9 @@ class FairShare:
         request, lease_id = lease.request, lease.lease_id
         if lease_id in self.weights or not request.account or request.within is not None:
             return
-        weight = self._weight_of(lease) if request.requirements.share else len(lease.gpu_ids)
+        weight, is_sure = weight_of(lease, self._gpus) if request.requirements.share else (len(lease.gpu_ids), True)
+        if not is_sure:
+            self._unsure[lease_id] = lease
         self.weights[lease_id] = weight
         self._add(request.account, weight, now)
 
@@ -82,7 +94,7 @@ class FairShare:
             self.began(lease, now)
 
     def resumed(self, unserved_seconds: float) -> None:
-        """Time in which nobody served the ledger neither counts nor lets anything decay."""
+        """Time in which no process served the ledger adds no use and causes no decay."""
         for name, account in self._accounts.items():
             account.at += unserved_seconds
             self.changed.add(name)
@@ -103,21 +115,6 @@ class FairShare:
         left = math.exp(-self._decay * passed)
         return account.used * left + account.rate * (1.0 - left) / self._decay
 
-    def _weight_of(self, lease: Lease) -> float:
-        """How many GPUs it counts as."""
-        requirements = lease.request.requirements
-        if not requirements.share or requirements.memory_mb is None:
-            return float(len(lease.gpu_ids))
-        weight = 0.0
-        for gpu_id in lease.gpu_ids:
-            seen = self._gpus[gpu_id].last_seen
-            if seen is None or not seen.memory_total_mb:
-                self._unsure[lease.lease_id] = lease
-                weight += 1.0
-            else:
-                weight += min(requirements.memory_mb / seen.memory_total_mb, 1.0)
-        return weight
-
     # What was used
 
     def used(self, name: str, now: float) -> float:
@@ -129,12 +126,12 @@ class FairShare:
         return self._decayed(account, passed) if passed > 0 else account.used
 
     def gpus_of(self, name: str) -> float:
-        """How many GPUs it uses now, shares by their part."""
+        """How many GPUs it uses now; a share counts in proportion to its memory."""
         account = self._accounts.get(name)
         return 0.0 if account is None else account.rate
 
     def uses(self, names: Iterable[str] | None = None) -> Iterator[Use]:
-        """As they are stored, by name: which of them came first depends on who keeps the ledger."""
+        """As they are stored, sorted by name: their order of arrival differs between processes."""
         for name in sorted(self._accounts if names is None else names):
             yield Use(name, self._accounts[name].used, self._accounts[name].at)
 
@@ -146,13 +143,13 @@ class FairShare:
         self.changed.clear()
 
     def stored(self) -> None:
-        """All changes are safe."""
+        """All changes are on disk."""
         self.changed.clear()
 
     # The order
 
     def order(self, waiter: Waiter) -> tuple[Any, ...]:
-        """Priority; then those that waited beyond the age bound, by arrival; then who used least; then arrival."""
+        """Priority; then age beyond the bound, by arrival; then the account's use, lowest first; then arrival."""
         request = waiter.request
         return self.order_of(
             request.requirements.priority, request.account, request.within, waiter.enqueued_at, waiter.ticket
@@ -161,7 +158,7 @@ class FairShare:
     def order_of(
         self, priority: int, account: str, within: str | None, enqueued_at: float, ticket: int
     ) -> tuple[Any, ...]:
-        if within is not None:  # what is inside a lease has been paid for by its holder
+        if within is not None:  # the lease around it already counts as use of its holder
             return (-priority, 0, 0.0, ticket)
         if self.now - enqueued_at > self._age_seconds:
             return (-priority, 0, 0.0, ticket)

@@ -14,6 +14,7 @@ from gpu_worker_pool.core.obstacles import (
     Obstacle,
     ObstacleKind,
     age_obstacles,
+    by_index,
     choice_obstacles,
     free_memory_obstacles,
     holder_obstacles,
@@ -21,6 +22,7 @@ from gpu_worker_pool.core.obstacles import (
     size_obstacles,
 )
 from gpu_worker_pool.core.record import record
+from gpu_worker_pool.wording import spoken_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -100,7 +102,7 @@ def impossible_inside(leases: WorkerAssignmentTracker, requirements: Requirement
     if around is None:
         return (has_ended(lease_id),)
     lease, count = around.lease, requirements.count
-    name = f"{lease.lease_id}, inside which this runs, has {_gpus(len(lease.gpu_ids))}"
+    name = f"{lease.lease_id}, inside which this runs, has {spoken_gpus(len(lease.gpu_ids))}"
     if count > len(lease.gpu_ids):
         return (f"{name}; {count} were requested",)
     why_not: dict[str, list[int]] = {}
@@ -112,9 +114,7 @@ def impossible_inside(leases: WorkerAssignmentTracker, requirements: Requirement
     possible = len(lease.gpu_ids) - sum(map(len, why_not.values()))
     if possible >= count:
         return ()
-    by_index = sorted((sorted(indices), text) for text, indices in why_not.items())
-    why = "; ".join(f"GPU {', '.join(map(str, indices))}: {text}" for indices, text in by_index)
-    return (f"{name}; {possible or 'none'} of them could ever serve it ({why})",)
+    return (f"{name}; {possible or 'none'} of them could ever serve it ({by_index(why_not)})",)
 
 
 def has_ended(lease_id: str) -> str:
@@ -137,7 +137,3 @@ def holds_back_later(
         for gpu in gpus
     )
     return soon >= requirements.count
-
-
-def _gpus(count: int) -> str:
-    return "one GPU" if count == 1 else f"{count} GPUs"

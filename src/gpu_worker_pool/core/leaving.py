@@ -1,7 +1,8 @@
-"""Holders that are asked to leave: by somebody, or, where the policy allows it, because they are idle.
+"""Asks holders to give back their leases: on request, or because they are idle and the policy allows it.
 
-Who is asked may stay. Only the lease of an idle holder ends, and only if all of this holds: the policy says so for its
-account, a request waits that could use its GPUs, it was told, and a grace has passed in which it computed nothing.
+A holder that is asked may stay. Only the lease of an idle holder ends, and only if all of this holds: the policy
+allows it for its account, a request waits that could use its GPUs, it was warned, and it computed nothing during the
+grace period.
 Part of `Pool`, which calls it with every reading.
 """
 
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.queue import Waiter
 
 
-#: Readings that are older do not show that a holder is idle.
+#: Older readings do not show that a holder is idle.
 MOST_UNSEEN_SECONDS: Final = 90.0
 
 
 def ask_holders(pool: Pool, now: float) -> None:
-    """After new readings: ask those in the way of a request that asks, and those who are idle."""
+    """After new readings: ask the holders in the way of a request with `ask`, and idle holders."""
     for waiter in pool.queue.asking():
         _ask_for(pool, waiter, now)
     if not pool.has_limits:
@@ -50,14 +51,14 @@ def leave_requested(pool: Pool, event: LeaveRequested, now: float) -> None:
 
 
 def withdraw(pool: Pool, request_id: str) -> None:
-    """The request that asked does not wait any more."""
+    """The request that asked no longer waits."""
     for lease in pool.leases:
         if lease.asked is not None and lease.asked.request_id == request_id:
             pool.replace_lease(replace(lease, asked=None))
 
 
 def told(pool: Pool, lease: Lease, now: float) -> Lease:
-    """Its holder renews it, and learns that it is to end: from now on the grace counts."""
+    """The lease after a renewal, which tells its holder that it is to end: the grace period starts now."""
     asked = lease.asked
     if asked is None or asked.ends_at is None:
         return lease
@@ -73,7 +74,7 @@ def kept_busy(lease: Lease, now: float) -> Lease:
 
 
 def idle_seconds(lease: Lease) -> float | None:
-    """For how long it surely computed nothing, as far as readings were stored; None where that is unknown."""
+    """How long it has certainly computed nothing, according to the stored readings; None if unknown."""
     use = lease.use
     return None if use is None or use.busy_at is None else use.seen_until - use.busy_at
 
@@ -93,7 +94,7 @@ def ends_for_idleness(pool: Pool, lease: Lease, now: float) -> bool:
 
 
 def _ask_for(pool: Pool, waiter: Waiter, now: float) -> None:
-    """Ask the holders of as many GPUs as it needs, those first who have held them longest."""
+    """Ask the holders of as many GPUs as it needs, starting with those that have held them longest."""
     request_id = waiter.request.request_id
     if only_on(pool, waiter.request) is not None:
         return
@@ -111,7 +112,7 @@ def _ask_for(pool: Pool, waiter: Waiter, now: float) -> None:
 
 
 def _leases_in_the_way(pool: Pool, waiter: Waiter) -> Iterable[Lease]:
-    """Those on GPUs that could serve it one day."""
+    """The held leases on GPUs that could ever serve it."""
     found: dict[str, Lease] = {}
     for gpu in pool.allocator.gpus.values():
         if gpu.reading is None or next(
@@ -138,7 +139,7 @@ def _follow_idle(pool: Pool, lease: Lease, now: float) -> None:
 
 
 def _is_idle(pool: Pool, lease: Lease) -> bool:
-    """Idle for long enough, where the policy allows to ask its account for that."""
+    """Whether it has been idle long enough, and the policy allows its account to be asked."""
     use, idle = lease.use, idle_seconds(lease)
     if use is None or pool.now - use.seen_until > MOST_UNSEEN_SECONDS:
         return False  # perhaps it computes now
@@ -148,7 +149,7 @@ def _is_idle(pool: Pool, lease: Lease) -> bool:
 
 
 def _waiter_for(pool: Pool, lease: Lease) -> Waiter | None:
-    """The first request that waits and could use its GPUs one day."""
+    """The first waiting request that could ever use its GPUs."""
     gpus = pool.leases.gpus_of(lease)
     for waiter in pool.queue.in_order():
         request = waiter.request

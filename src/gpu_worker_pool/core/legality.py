@@ -51,7 +51,7 @@ def check_requested(pool: Pool, event: Requested, now: float) -> None:
                 f"request id {request.request_id!r} was used for another request; choose a new id"
             )
         return
-    if request.account and event.may_wait:  # else the dispatcher of its fleet has counted it
+    if request.account and event.may_wait:  # if it may not wait, its fleet's dispatcher has counted it
         _check_account(pool, request.account)
     if (most := pool.settings.most_leases) is not None and pool.queue.waiting + len(pool.leases) >= most:
         raise TooManyLeasesError(
@@ -117,7 +117,7 @@ def check_leave_requested(pool: Pool, event: LeaveRequested, now: float) -> None
     if lease is None:
         raise UnknownLeaseError(f"there is no {event.lease_id}, or it has ended")
     if lease.state is not LeaseState.HELD:
-        raise IllegalEventError(f"{event.lease_id} is not held by anybody who could give it back")
+        raise IllegalEventError(f"{event.lease_id} has no holder that could give it back")
 
 
 def _why_it_ended(outcome: Outcome | None) -> str:

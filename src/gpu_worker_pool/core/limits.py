@@ -1,7 +1,7 @@
 """The limits of a policy: what an account can never have, and which of its requests wait until it holds less.
 
-A request that a limit keeps back is passed by all others, and no GPU is reserved for it. Inside a lease nothing is
-limited: the lease around it was.
+Requests that wait because of a limit are passed by all others, and no GPU is reserved for them. Inside a lease nothing
+is limited: the lease around it was.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gpu_worker_pool.core.accounts import account_name
 from gpu_worker_pool.core.policy import NO_LIMITS
 from gpu_worker_pool.errors import PolicyLimitError
-from gpu_worker_pool.wording import spoken_seconds
+from gpu_worker_pool.wording import spoken_gpus, spoken_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -36,7 +36,7 @@ def never_allowed(pool: Pool, request: Request) -> tuple[str, ...]:
     most, highest = limits.most_gpus, limits.highest_priority
     if most is not None and requirements.count > most:
         more = f" at most, not {requirements.count}" if most else ""
-        reasons.append(f"{_who(request)} may hold {_gpus(most)}{more}")
+        reasons.append(f"{_who(request)} may hold {spoken_gpus(most)}{more}")
     if highest is not None and requirements.priority > highest:
         reasons.append(f"{_who(request)} may ask for priority {highest} at most, not {requirements.priority}")
     longest, wanted = limits.longest_seconds, request.max_seconds
@@ -46,7 +46,7 @@ def never_allowed(pool: Pool, request: Request) -> tuple[str, ...]:
 
 
 def why_kept_back(pool: Pool, request: Request) -> str | None:
-    """The limit that keeps this request waiting now; None: there is none, or it keeps it from some GPUs only."""
+    """The limit that keeps this request waiting now; None: there is none, or it excludes only some GPUs."""
     most = limits_of(pool, request).most_gpus
     if most is None:
         return None
@@ -54,12 +54,12 @@ def why_kept_back(pool: Pool, request: Request) -> str | None:
     if len(held) + count <= most or _fits_on(held, request):
         return None
     if len(held) >= most:
-        return f"{_who(request)} holds {_gpus(len(held))}, its most"
-    return f"{_who(request)} holds {_gpus(len(held))} of the {most} it may hold"
+        return f"{_who(request)} holds {spoken_gpus(len(held))}, its limit"
+    return f"{_who(request)} holds {spoken_gpus(len(held))} of the {most} it may hold"
 
 
 def only_on(pool: Pool, request: Request) -> Collection[str] | None:
-    """The only GPUs that its limit leaves it: another share of a GPU that the account holds already; None: any."""
+    """The GPUs that its limit still allows: those on which the account already holds a share; None: any."""
     most = limits_of(pool, request).most_gpus
     if most is None:
         return None
@@ -72,7 +72,7 @@ def _fits_on(held: Collection[str], request: Request) -> bool:
 
 
 def check_waiting(pool: Pool, request: Request) -> None:
-    """Raises a `PolicyLimitError` where the account may have no further request that waits."""
+    """Raises a `PolicyLimitError` if the account already has as many waiting requests as it may."""
     most = limits_of(pool, request).most_waiting
     if most is not None and pool.queue.of_account(request.account) >= most:
         raise PolicyLimitError(f"{_who(request)} may have {_waiting(most)} at most: wait for one of them, or cancel it")
@@ -85,7 +85,3 @@ def _who(request: Request) -> str:
 
 def _waiting(most: int) -> str:
     return "one waiting request" if most == 1 else f"{most} waiting requests"
-
-
-def _gpus(count: int) -> str:
-    return {0: "no GPU", 1: "one GPU"}.get(count, f"{count} GPUs")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class MirrorPool(Pool):
-    """Its methods say what others decided; events, which would make it decide, are refused."""
+    """Its methods record what others decided; events, which would make it decide, are refused."""
 
     def apply(self, event: Event, now: float) -> NoReturn:  # noqa: ARG002  # refused at any time
         raise IllegalEventError(f"this pool only shows what others decided, and takes no {type(event).__name__}")
@@ -82,7 +82,7 @@ class MirrorPool(Pool):
         return lease
 
     def ended(self, lease: Lease, now: float) -> bool:
-        """Whether its GPUs look free again; if not, a fresh reading would tell."""
+        """Whether its GPUs look free again; if not, a fresh reading is worth requesting."""
         self.leases.release(lease)
         self.allocator.ended({gpu.gpu_id: gpu for gpu in lease.held}.values(), now, None)
         self.allocator.freed.clear()  # nothing is granted here

@@ -17,7 +17,7 @@ from gpu_worker_pool.core.requirements import names_gpu
 from gpu_worker_pool.wording import spoken_mb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from gpu_worker_pool.core.assignments import HeldGPU, Lease
     from gpu_worker_pool.core.events import Request
@@ -93,6 +93,12 @@ def obstacles(
     # Leases before readings: the load of a held GPU is its holder's.
     yield from lease_obstacles(gpu, requirements, settings, now, request)
     yield from reading_obstacles(reading, requirements, settings, gpu.before_leases(), now)
+
+
+def by_index(why_not: Mapping[str, list[int]]) -> str:
+    """The reasons with their GPUs: by index, as the order in which GPUs became known differs between processes."""
+    in_order = sorted((sorted(indices), text) for text, indices in why_not.items())
+    return "; ".join(f"GPU {', '.join(map(str, indices))}: {text}" for indices, text in in_order)
 
 
 def age_obstacles(gpu: GPUResourceState, settings: PoolSettings, now: float) -> Iterator[Obstacle]:

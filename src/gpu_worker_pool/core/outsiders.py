@@ -32,7 +32,7 @@ def graphics_that_count(reading: Reading, settings: PoolSettings) -> Sequence[Pr
 
 
 def unexplained_memory_mb(reading: Reading) -> float | None:
-    """Memory in use that no visible process has; None if it is unknown, or a process does not report its memory."""
+    """Memory in use that no visible process accounts for; None if unknown, or a process does not report its memory."""
     processes = reading.processes or ()
     if reading.memory_used_mb is None or any(process.memory_used_mb is None for process in processes):
         return None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.events import GrantRefused, Requested
     from gpu_worker_pool.core.pool import Pool
 
-#: How many GPUs a refusal speaks of.
+#: How many GPUs a refusal lists.
 MOST_EXPLAINED = 8
 
 
@@ -41,7 +41,7 @@ def _reserved(pool: Pool) -> tuple[str, ...]:
 
 
 def _reasons(pool: Pool, event: Requested, now: float) -> tuple[str, ...]:
-    """Why not, for each of the GPUs that it may have."""
+    """Why it was refused, for each GPU that it may have."""
     requirements, reasons = event.request.requirements, []
     for gpu in pool.allocator.gpus.values():
         seen = gpu.last_seen
@@ -58,7 +58,7 @@ def _reasons(pool: Pool, event: Requested, now: float) -> tuple[str, ...]:
 
 
 def undo(pool: Pool, event: GrantRefused, now: float) -> None:
-    """Its GPUs are out until their endpoint is read again, so that the same grant does not follow at once."""
+    """Its GPUs are left out until their endpoint is read again, so that the same grant is not repeated at once."""
     lease = pool.leases.lookup(event.lease_id)
     assert lease is not None  # else it was not legal
     request = lease.request

@@ -1,7 +1,7 @@
 """The policy of a ledger: what each account may have. Values only; the rules are in `limits.py`.
 
-The limits of an account come from four places; for each limit the first that says something counts: the account's own
-entry, its groups (the most generous of them), everyone's entry, and nothing at all, which is no limit.
+Each limit of an account comes from the first of these that sets it: the account's own entry, its groups (the most
+generous one), everyone's entry. If none does, there is no limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @frozen
 class Limits:
-    """None: this entry does not say."""
+    """The limits that one entry sets; None: it does not set this one."""
 
     #: On how many GPUs the account may hold leases at once. Several shares of one GPU count once.
     most_gpus: int | None = None
@@ -26,7 +26,7 @@ class Limits:
     highest_priority: int | None = None
     #: A lease ends after this time, however often it is renewed.
     longest_seconds: float | None = None
-    #: Whether its leases may be ended while they are idle and somebody waits who could use the GPUs.
+    #: Whether its leases may be ended while they are idle and a request waits that could use the GPUs.
     idle_may_be_asked: bool | None = None
 
 
@@ -37,17 +37,17 @@ NO_LIMITS: Final = Limits()
 
 @frozen
 class IdleRule:
-    """How idle holders are asked to leave, where the limits of their account allow that."""
+    """When idle holders are asked to leave, if the limits of their account allow it."""
 
-    #: How long nothing has been computed.
+    #: How long a holder must have computed nothing.
     after_seconds: float = 1800.0
-    #: How long after it was told a holder keeps its GPUs.
+    #: How long a holder keeps its GPUs after the warning.
     grace_seconds: float = 300.0
 
 
 @frozen
 class Webhook:
-    """An HTTP address that is told of events."""
+    """An HTTP address to which events are sent."""
 
     url: str
     events: tuple[str, ...]
@@ -70,18 +70,18 @@ class Policy:
     webhooks: tuple[Webhook, ...] = ()
     #: Whether metrics name accounts.
     names_in_metrics: bool = False
-    #: What was asked of it before.
+    #: Limits that were looked up before.
     _known: dict[tuple[str, tuple[str, ...]], Limits] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @property
     def has_limits(self) -> bool:
-        """Whether it limits anybody."""
+        """Whether it limits any account."""
         return any(limits != NO_LIMITS for limits in (self.everyone, *self.accounts.values(), *self.groups.values()))
 
     def limits_of(self, account: str, groups: tuple[str, ...] = ()) -> Limits:
-        """`groups`: of the user, by the system; groups of keys are known here."""
+        """`groups`: of the user, from the system's database; groups of keys are known here."""
         if (known := self._known.get((account, groups))) is not None:
             return known
         if len(self._known) >= MOST_KNOWN:

@@ -39,8 +39,8 @@ from gpu_worker_pool.core.events import (
 from gpu_worker_pool.core.fair_share import FairShare
 from gpu_worker_pool.core.inside import enclosure_of, has_ended, impossible_inside
 from gpu_worker_pool.core.limits import limits_of, never_allowed
-from gpu_worker_pool.core.looking import observed, unreachable, vanished, want_readings
 from gpu_worker_pool.core.moves import REQUEST_MOVES, IllegalMoveError, LeaseState, RequestState
+from gpu_worker_pool.core.observing import observed, unreachable, vanished, want_readings
 from gpu_worker_pool.core.policy import NO_POLICY, Policy
 from gpu_worker_pool.core.queue import Waiter, WaiterQueue
 from gpu_worker_pool.core.remembered import Outcome, RememberedOutcomes
@@ -73,7 +73,7 @@ class Pool:
     ) -> None:
         """`requests`: an empty dict to use, such as one that tracks its changes."""
         self.settings: PoolSettings = settings or PoolSettings()
-        #: What limits accounts, as the last `PolicyRead` said; and whether it limits anybody.
+        #: The policy of the last `PolicyRead`, and whether it limits any account.
         self.policy: Policy = NO_POLICY
         self.has_limits: bool = False
         #: The time of the last event; it never goes back.
@@ -89,7 +89,7 @@ class Pool:
             self.requests, self.settings.remember_seconds, self.settings.remember_at_most
         )
         self.allocator: GPUAllocator = GPUAllocator(self.settings)
-        #: What accounts used of late; None: use does not count.
+        #: What accounts used lately; None: use is not counted.
         self.fair_share: FairShare | None = None
         if self.settings.fair_share_half_life_seconds is not None:
             self.fair_share = FairShare(self.settings, self.allocator.gpus)
@@ -149,7 +149,7 @@ class Pool:
         self.outcomes.add(outcome)
 
     def forget(self, outcome: Outcome) -> None:
-        """Its client was not told of it, and may request the same again."""
+        """Its client did not learn of it, and may request the same again."""
         self.outcomes.forget(outcome)
 
     def forget_outcomes(self, most: int) -> None:
@@ -157,7 +157,7 @@ class Pool:
         self.outcomes.forget_all_but(most)
 
     def stored_use(self) -> None:
-        """What accounts used is safe; only what changes from now on has to be stored."""
+        """The use of accounts is stored; only later changes have to be written."""
         if self.fair_share is not None:
             self.fair_share.stored()
 
@@ -238,7 +238,7 @@ class Pool:
             held = tuple([gpu.baseline_now() for gpu in gpus])
             gpu_ids = tuple([gpu.gpu_id for gpu in gpus])
         if request.within is not None:
-            # The state before the lease around it: what was there then is neither its own nor that of its neighbours.
+            # The state before the lease around it: what was there then belongs neither to it nor to its neighbours.
             before = {each.gpu_id: each for each in self.leases.by_id[request.within].held}
             held = tuple([before[gpu_id] for gpu_id in gpu_ids])
         endpoint_id = gpu.endpoint.endpoint_id
@@ -336,7 +336,7 @@ class Pool:
             request_class.tried = is_alone
             self.has_new_class = not is_alone
         elif (self.reserved_for is not None and request.declared_seconds is not None) or self.fair_share is not None:
-            # It may be short enough to be lent what is reserved, or come before those for whom it is.
+            # It may be short enough to borrow reserved GPUs, or be ahead of the waiter they are reserved for.
             self.has_new_class = True
         queue.enqueue(waiter, request_class)
         self.requests[request.request_id] = waiter
@@ -456,7 +456,7 @@ class Pool:
         for waiter in self.queue.in_order():
             if reasons := never_allowed(self, waiter.request):
                 self.end_request(waiter, RequestState.REJECTED, now, reasons)
-        # What was kept back may be served now.
+        # Requests that waited because of a limit may be served now.
         for request_class in self.queue.request_classes():
             request_class.tried = False
             self.has_new_class = True

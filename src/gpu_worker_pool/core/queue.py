@@ -60,7 +60,7 @@ class RequestClass:
     requirements: Requirements
     #: The lease inside which they run; requests inside another one form another class.
     within: str | None = None
-    #: Of all of them, where accounts are told apart.
+    #: The account of all of them, if classes are separated by account.
     account: str = ""
     #: Whether any free GPU serves it, so that the index of free GPUs answers for it.
     is_any_gpu: bool = False
@@ -139,7 +139,7 @@ class WaiterQueue:
         if waiter.request.declared_seconds is not None:
             lines.append(request_class.declared)
         for line in lines:
-            # Few came before it, or none: it was the first of its line when it was granted.
+            # Few came before it, or none: it was the head of its class when it was granted.
             before = []
             for each in line.values():
                 if each.ticket >= waiter.ticket:
@@ -223,14 +223,14 @@ class WaiterQueue:
         return list(self._classes.values())
 
     def order(self, waiter: Waiter) -> tuple[Any, ...]:
-        """What comes first, is served first. With fair share it changes as accounts use GPUs."""
+        """The sort key: the lowest is served first. With fair share it changes as accounts use GPUs."""
         return waiter.order if self._fair_share is None else self._fair_share.order(waiter)
 
     def head(self, request_class: RequestClass) -> Waiter:
         """Whose turn it is in this class."""
         if len(request_class.lines) < 2:
             return request_class.head
-        # Of each account the first by arrival: the others of it can only come later.
+        # The first by arrival of each account: its others can only come later.
         return min((next(iter(line.values())) for line in request_class.lines.values()), key=self.order)
 
     def heads(self, reserved_for: Waiter | None = None) -> Iterator[tuple[RequestClass, Waiter]]:

@@ -70,7 +70,7 @@ class Reading:
     is_mig_device: bool = False
     #: Leased by its server, as seen by a client that assigns in process.
     is_leased_elsewhere: bool = False
-    #: Its host in a fleet, which requests may name instead of single GPUs; empty: there is only one.
+    #: Its host in a fleet, which requests may name instead of single GPUs; empty: not in a fleet.
     host: str = ""
     #: Its index there, where `index` is its number in the whole fleet.
     host_index: int | None = None

@@ -26,7 +26,7 @@ def frozen(cls: type[T]) -> type[T]:
 
 
 def _made(cls: type[T], *, is_frozen: bool) -> type[T]:
-    """How two are compared and shown is not compiled for each class anew: every command loads all of them."""
+    """Comparison and repr are shared, not compiled for each class: every command loads all of these classes."""
     if cls.__doc__ is None:
         cls.__doc__ = cls.__name__  # a dataclass without one gets its signature, which takes longer than all the rest
     made: Any = dataclass(slots=True, eq=False, repr=False, frozen=is_frozen)(cls)

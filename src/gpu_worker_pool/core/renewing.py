@@ -1,4 +1,4 @@
-"""How leases and waiters go on: renewed, given time after an outage, seen in use, or left by a poll. Part of `Pool`."""
+"""How leases and waiters stay alive: renewals, outages, observed use, abandoned polls. Part of `Pool`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def use_seen(pool: Pool, event: UseSeen, now: float) -> None:  # noqa: ARG001  #
 
 
 def note_use(pool: Pool, lease: Lease, use: LeaseUse) -> Lease:
-    """What was seen last counts: it includes what was stored before."""
+    """The latest observation counts: it includes what was stored before."""
     if lease.use is None or use.seen_until > lease.use.seen_until:
         lease = replace(lease, use=use)
         pool.replace_lease(lease)
@@ -91,12 +91,12 @@ def resumed(pool: Pool, event: Resumed, now: float) -> None:
             if lease.state is LeaseState.OFFERED:  # it may never be claimed
                 ttl_seconds = min(ttl_seconds, pool.settings.offer_ttl_seconds)
             end = extended_end(lease.expires_at, ttl_seconds, event.unserved_seconds, now)
-            # An idle holder may not have heard that it is asked to leave: it is told anew.
+            # An idle holder may not have learned that it is asked to leave: its next renewal tells it again.
             asked = None if lease.asked is not None and lease.asked.ends_at is not None else lease.asked
             pool.replace_lease(replace(with_limit(lease.extended(end)), asked=asked))
     for waiter in pool.queue.in_order():
         if waiter.gives_up_at is not None:
-            # Not for an hour where the TTL is an hour: the client may be gone, and GPUs be reserved for it.
+            # Not for a whole TTL, which may be an hour: the client may be gone, and GPUs may be reserved for it.
             default_seconds = pool.settings.default_ttl_seconds
             ttl_seconds = min(waiter.request.ttl_seconds or default_seconds, default_seconds)
             waiter.gives_up_at = extended_end(waiter.gives_up_at, ttl_seconds, event.unserved_seconds, now)

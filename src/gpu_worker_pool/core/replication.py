@@ -65,7 +65,7 @@ def replicate(
     for known in news:
         touched.update(_replicate(pool, known))
     if pool.fair_share is not None:
-        pool.fair_share.replicate(uses)  # after the leases: this says exactly when they began and ended
+        pool.fair_share.replicate(uses)  # after the leases, whose beginnings and ends this states exactly
     for history in histories:
         gpu = touched[history.gpu_id]
         gpu.last_fence, gpu.read_after = history.last_fence, history.read_after

@@ -151,7 +151,7 @@ def gpus_to_await(allocator: GPUAllocator, requirements: Requirements, now: floa
 def lending_window(pool: Pool, reserved_for: Waiter, now: float) -> tuple[float, set[str]] | None:
     """For how long the GPUs that are reserved for a waiter can be lent, and which of them are free.
 
-    Only as long as a lease in its way declared that it takes: then lending delays nobody.
+    Only until a lease in the way is declared to end: then lending does not delay the waiter.
     """
     known = pool.allocator.gpus
     if not all(gpu_id in known for gpu_id in reserved_for.reserved):

@@ -121,7 +121,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if value is ANY_GPU:
-        return {}  # what most request
+        return {}  # most requests have these values
     if kind is tuple:
         return [to_json(item) for item in value]
     if kind is frozenset:

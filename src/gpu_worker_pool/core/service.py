@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 def unserved_seconds(stamped_at: float | None, now: float, settings: PoolSettings) -> float | None:
     """How long no process has served the ledger; None if processes may have served it all the time.
 
-    A process that serves leaves a stamp every `stamp_seconds` while anything waits or is held. So it is known of every
-    moment since the last stamp, but for the first `stamp_seconds`, that nobody served. All of it counts as unserved,
-    once it is longer than a stamp may be late.
+    A process that serves leaves a stamp every `stamp_seconds` while anything waits or is held. So no process served
+    since the last stamp, except perhaps in the first `stamp_seconds` after it. All of the time since the stamp counts
+    as unserved, once it is longer than a stamp may be late.
     """
     seconds = 0.0 if stamped_at is None else now - stamped_at
     return seconds if seconds > 2 * settings.stamp_seconds else None

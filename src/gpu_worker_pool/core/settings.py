@@ -25,10 +25,9 @@ class PoolSettings:
     strategy: Strategy = "availability"
     #: How long others may overtake a waiter that requests more, or something rarer (rule 4).
     max_bypass_seconds: float = 60.0
-    #: After which time what an account used counts half as much when its requests are put in order; None: use does not
-    #: count at all, only priority and arrival do.
+    #: The half-life of an account's use in the order of requests; None: only priority and arrival count.
     fair_share_half_life_seconds: float | None = None
-    #: A request that has waited for longer goes before all of its priority that have not, whatever its account used.
+    #: A request that has waited longer than this goes before those of its priority that have not, whatever was used.
     fair_share_age_seconds: float = 7 * 86_400.0
     #: How long an offer waits for a client between two polls, and a waiter whose client hung up stays (rule 9).
     offer_ttl_seconds: float = 10.0

@@ -58,13 +58,13 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 #: How long a report waits for the reading after a release.
 LONGEST_READING_SECONDS: Final = 0.5
-#: How often a host without a link looks whether it must renew leases for their holders.
+#: How often a host without a link checks whether it must renew leases for their holders.
 RENEW_SECONDS: Final = 0.5
-#: How many ended leases of the fleet are reported anew to each dispatcher.
+#: How many ended leases of the fleet are reported again to each new dispatcher.
 MOST_ENDED: Final = 2000
 #: What others may ask of this host.
 _CALLS: Final = ("renew", "release", "yield")
-#: The longest pause before a candidate is tried again; and within which hosts that lost one come back, so that they do
+#: The longest pause before a candidate is tried again. Hosts that lost one come back within this time, so that they do
 #: not all come at once.
 LONGEST_PAUSE_SECONDS: Final = 5.0
 SPREAD_SECONDS: Final = 1.0
@@ -147,7 +147,7 @@ class FleetAgent(Questions):
             self._dial(url)
 
     async def stop(self) -> None:
-        """Those who wait get a `FleetUnavailableError`."""
+        """Waiting callers get a `FleetUnavailableError`."""
         self.stop_waiting()
         for task in (*self._dialers.values(), *self._tasks):
             task.cancel()
@@ -164,7 +164,7 @@ class FleetAgent(Questions):
             self._dialers[url] = asyncio.get_running_loop().create_task(self._keep_link(url))
 
     async def _keep_link(self, url: str) -> None:
-        """As long as the server runs: the candidate at this address, whenever it answers."""
+        """Keeps a link to the candidate at this address while the server runs."""
         assert self._session is not None  # it was started
         attempt = 0
         while True:
@@ -349,7 +349,7 @@ class FleetAgent(Questions):
     def ended(self, outcome: Outcome) -> None:
         """Called when a lease of this host has ended."""
         self._remember(outcome)
-        # The dispatcher is told of both at once: that it has ended, and whether its GPUs look free.
+        # The dispatcher gets both in one report: that the lease has ended, and whether its GPUs look free.
         now = boot_time()
         if outcome.lease is not None:
             self._unread[outcome.lease.lease_id] = now
@@ -419,9 +419,9 @@ class FleetAgent(Questions):
         self._send(candidate, answer)
 
     async def _renew_for_holders(self) -> None:
-        """While this host has no link: those who renewed their leases through other servers cannot do so now."""
+        """While this host has no link, holders that renewed through other servers cannot do so."""
         while self._bridge.is_needed(boot_time()):
-            with suppress(GPUWorkerPoolError):  # one that has just ended, or the ledger is away
+            with suppress(GPUWorkerPoolError):  # it has just ended, or the ledger cannot be used
                 for lease_id in self._bridge.due(await self._broker.held(), boot_time()):
                     await self._broker.renew(lease_id, None)
             await asyncio.sleep(RENEW_SECONDS)

@@ -1,6 +1,6 @@
-"""Which leases a host that has lost its fleet renews itself: those whose renewals came over the links that it lost.
+"""Chooses the leases that a host renews itself while it has no link: those whose renewals came over the lost links.
 
-Their holders cannot reach it, so that without this a short outage of its links would end leases that are in use.
+Their holders cannot reach it, so without this a short outage of its links would end leases that are in use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.core.assignments import Lease
 
-#: By how much a lease may end later than without this.
+#: How much later a lease may end because of this.
 LONGEST_SECONDS: Final = 60.0
 #: A lease is renewed when it would end within this time.
 EARLY_SECONDS: Final = 2.0
@@ -41,7 +41,7 @@ class Bridge:
         self._lost_at = now
 
     def linked(self) -> None:
-        """There is one again: holders renew their leases themselves."""
+        """A link is open again: holders renew their leases themselves."""
         self._lost_at = None
 
     def is_needed(self, now: float) -> bool:

@@ -39,16 +39,15 @@ class DatabaseFacts:
     #: What a candidate needs and this user may not do, in words.
     missing_privileges: tuple[str, ...]
     synchronous_commit: str
-    synchronous_standbys: str
     round_trip_seconds: float
 
 
 def make_tables(
     store: PostgresStore, office: Office | None = None, steps: Mapping[int, tuple[str, ...]] = STEPS
 ) -> Made:
-    """Makes the tables, or brings them up to this version; several may do so at once. All of it or nothing.
+    """Makes the tables, or upgrades them to this version, in one transaction; several processes may call it at once.
 
-    `office`: that of the dispatcher who does so; whoever is in office meanwhile must not be disturbed.
+    `office`: of the dispatcher that calls it; another dispatcher that is in office must not be disturbed.
     """
     with store.transaction(seconds=_SECONDS) as cursor:
         cursor.execute("SELECT pg_advisory_xact_lock(%s)", [LOCK])
@@ -104,20 +103,20 @@ def _check_office(cursor: Cursor, office: Office) -> None:
 
 
 def examine(store: PostgresStore) -> DatabaseFacts:
-    """Also where there are no tables yet: what this user may do is then about the whole database."""
+    """Works without tables too: then it checks the privileges on the database."""
     begun = time.monotonic()
     with store.transaction(is_read_only=True) as cursor:
         round_trip_seconds = (time.monotonic() - begun) / 2
         row = cursor.execute(
             """SELECT current_setting('server_version'), pg_is_in_recovery()
                 OR current_setting('default_transaction_read_only') = 'on', current_setting('synchronous_commit'),
-                current_setting('synchronous_standby_names', true), to_regnamespace(%s) IS NOT NULL""",
+                to_regnamespace(%s) IS NOT NULL""",
             [NAMESPACE],
         ).fetchone()
         assert row is not None
-        version, is_read_only, synchronous_commit, standbys, has_namespace = row
+        version, is_read_only, synchronous_commit, has_namespace = row
         missing = _missing(cursor) if has_namespace else _missing_before(cursor)
-    return DatabaseFacts(version, is_read_only, missing, synchronous_commit, standbys or "", round_trip_seconds)
+    return DatabaseFacts(version, is_read_only, missing, synchronous_commit, round_trip_seconds)
 
 
 def _missing_before(cursor: Cursor) -> tuple[str, ...]:

@@ -99,9 +99,9 @@ class Dispatcher(Reports):
     ) -> None:
         super().__init__(name, url, epoch, settings, rows, fleet_id=fleet_id, secret=secret)
         self.views: viewing.Views = viewing.Views()
-        #: Why the database does not answer; None: it does.
+        #: Why the database does not answer; None if it does.
         self.store_problem: str | None = None
-        #: What a clock that was set back lacks.
+        #: How far the database's clock was set back.
         self._behind = 0.0
         self._load(rows, now)
         self._timers.set("hearing", "", now + hear_seconds)
@@ -225,7 +225,7 @@ class Dispatcher(Reports):
             if known is None and self.store_problem is not None:
                 self._turn_down(asked, ask, now)
         elif known is not None and asked.placement.is_placed:
-            # Its host knows the lease as its client wants to see it, and makes an offer a promise.
+            # Only its host has the lease in the form that this client asked for, and can make an offer held.
             self._place(self.hosts[asked.placement.host], asked, now)
 
     def _learn_request(self, asked: Asked, request: Request) -> None:
@@ -236,7 +236,7 @@ class Dispatcher(Reports):
             self._replicate([replace(lease, request=pooled(request))])
 
     def _turn_down(self, asked: Asked, ask: Ask, now: float) -> None:
-        """That it waits cannot be written, so that it must not wait; it can ask again with the same id."""
+        """It must not wait, because its place cannot be stored; it can ask again with the same id."""
         error = LedgerUnavailableError(
             f"no GPU is free, and nobody else can wait while the fleet's database does not answer: {self.store_problem}"
         )
@@ -248,7 +248,7 @@ class Dispatcher(Reports):
             self._rows.mark_outcome(ask.request.request_id, None)
 
     def _why_not(self, ask: Ask) -> Answer | None:
-        """A request that is new to the pool may be known elsewhere."""
+        """A request that is new to this pool may already have a lease at a host."""
         request_id = ask.request.request_id
         if (ended := self._ended_at_hosts.get(request_id)) is not None:
             reasons = ended.reasons
@@ -400,11 +400,11 @@ class Dispatcher(Reports):
 
     @property
     def is_hearing(self) -> bool:
-        """Whether hosts are being heard, before anything is granted."""
+        """Whether hosts still have to report before anything is granted."""
         return self._early is not None
 
     def unheard(self) -> list[Mapping[str, Any]]:
-        """The rows of leases at hosts that were not heard yet."""
+        """The rows of leases at hosts that have not reported yet."""
         return list(self._unheard.values())
 
     def _stored(self, batch: int, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What happens to the dispatcher of a fleet, and what it wants done."""
+"""The events and effects of a fleet's dispatcher."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Send:
 
 @record
 class StepDown:
-    """A host obeys another dispatcher: concede, and stand again with this as the lowest epoch, if at all."""
+    """A host obeys another dispatcher: step down, and stand for election again only above this epoch."""
 
     epoch: int
     epoch_owner: str

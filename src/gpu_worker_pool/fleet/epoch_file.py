@@ -1,4 +1,4 @@
-"""What a host remembers of its fleet, in a file beside its ledger: whom it obeyed, and where the candidates are."""
+"""A host's memory of its fleet, in a file beside its ledger: the last dispatcher, and where the candidates are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 class EpochFile:
-    """A file that cannot be written is an `OSError` for an epoch, which must be durable before it is obeyed."""
+    """Raises an `OSError` if an epoch cannot be written: it must be durable before the host obeys it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -25,7 +25,7 @@ class EpochFile:
         self._read()
 
     def of_ledger(self, ledger_id: str) -> None:
-        """Another ledger has seen nothing yet."""
+        """A new ledger has obeyed no dispatcher yet."""
         if self.ledger_id and self.ledger_id != ledger_id:
             self.epoch, self.epoch_owner = 0, ""
         self.ledger_id = ledger_id
@@ -42,7 +42,7 @@ class EpochFile:
     def store_candidates(self, candidates: tuple[str, ...]) -> None:
         if candidates != self.candidates:
             self.candidates = candidates
-            with suppress(OSError):  # they are told again
+            with suppress(OSError):  # they are sent again
                 self._write()
 
     def _read(self) -> None:

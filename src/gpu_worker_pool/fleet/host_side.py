@@ -1,4 +1,4 @@
-"""The host's side of a fleet: whom it obeys, what it places, what it reports. Pure: its shell is `agent`."""
+"""The host's side of a fleet: which dispatcher it obeys, what it places and reports. Pure; `agent` does its I/O."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.fleet.messages import GPURow, HostLease, Message, ToHost
 
-#: In how many reports a lease that was just placed may be missing.
+#: A lease that was just placed may be missing from this many reports.
 MOST_MISSED: Final = 2
 #: How many requests that a dispatcher withdrew are remembered.
 MOST_WITHDRAWN: Final = 10_000
@@ -84,7 +84,7 @@ class DoAbandon:
 
 @record
 class DoRead:
-    """Call `observe` at once without a reading (`gpus=None`), then read the GPUs now and call it again."""
+    """Call `observe` immediately without a reading (`gpus=None`), then read the GPUs and call it again."""
 
 
 @record
@@ -96,7 +96,7 @@ class Settled:
 
 @record
 class DispatcherIs:
-    """Over this link, `Ask` and calls reach the dispatcher now; empty: none is known. Ask again what is unanswered."""
+    """The link over which `Ask` and calls reach the dispatcher; empty: none is known. Repeat what is unanswered."""
 
     candidate: str
     epoch: int
@@ -137,11 +137,11 @@ class HostSide:
         self._is_whole_due = True
         self._gpus: dict[str, GPURow] = {}
         self._leases: dict[str, HostLease] = {}
-        #: Placed since what is observed next may have been looked up: that they are not in it does not mean anything.
+        #: Placed so recently that the next observation may miss them: there, missing does not mean ended.
         self._unobserved: dict[str, tuple[HostLease, int]] = {}
-        #: As they were read last.
+        #: The last reading of each GPU.
         self._last_gpus: tuple[GPURow, ...] = ()
-        #: Requests whose leases a dispatcher withdrew before a client was told: they have not ended.
+        #: Requests whose leases a dispatcher withdrew before a client learned of them: they have not ended.
         self._withdrawn: OrderedDict[str, None] = OrderedDict()
 
     def join(self) -> Join:
@@ -158,14 +158,14 @@ class HostSide:
         )
 
     def link_lost(self, candidate: str) -> list[HostEffect]:
-        """The link to this candidate is closed. `candidate` is whatever the shell calls that link."""
+        """The link to this candidate is closed. `candidate` is the caller's name for that link."""
         if candidate != self.dispatcher_link:
             return []
         self.dispatcher_link, self._is_whole_due = "", True
         return [DispatcherIs("", self.epoch, "", "")]
 
-    def received(self, candidate: str, message: ToHost, now: float) -> list[HostEffect]:  # noqa: ARG002  # as a shell has it
-        """A message came over the link to this candidate. Raises nothing; what is out of date changes nothing."""
+    def received(self, candidate: str, message: ToHost, now: float) -> list[HostEffect]:  # noqa: ARG002  # for `agent`
+        """A message came from a candidate. Raises nothing; outdated messages are ignored."""
         match message:
             case Welcome():
                 return self._welcomed(candidate, message)
@@ -180,7 +180,7 @@ class HostSide:
                 return []
 
     def _welcomed(self, candidate: str, welcome: Welcome) -> list[HostEffect]:
-        """Only what a dispatcher says itself counts; its shell may use what others have heard."""
+        """Only a dispatcher's own claim counts; what another candidate has heard is passed to the caller."""
         if not welcome.is_own:
             return []
         is_known = candidate == self.dispatcher_link and self._is_obeyed(welcome.epoch, welcome.dispatcher)
@@ -229,12 +229,12 @@ class HostSide:
         """The broker granted it."""
         place = effect.place
         if not self._is_whole_due:
-            self._leases[lease.lease_id] = lease  # it is known from this, and its end may come before the next report
+            self._leases[lease.lease_id] = lease  # it may end before the next report
         self._unobserved[lease.lease_id] = lease, MOST_MISSED
         return [SendToCandidate(effect.to, Placed(place.number, place.request.request_id, lease, body, is_held))]
 
     def refused(self, effect: DoPlace, reasons: tuple[str, ...], ended: EndedRow | None = None) -> list[HostEffect]:
-        """The broker did not; `ended`: its lease here has ended."""
+        """The broker did not grant it; `ended`: its earlier lease here has ended."""
         place = effect.place
         if ended is not None:
             ended = self._ended(ended)

@@ -1,4 +1,4 @@
-"""A host as the dispatcher knows it: what it said when it joined, its GPUs as they were last reported, its leases."""
+"""A host as the dispatcher knows it: its `Join`, its GPUs as last reported, and its leases."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class KnownHost:
     format: int = FORMAT
     is_candidate: bool = False
     is_draining: bool = False
-    #: By its own GPU ids, their numbers in the whole fleet, which never change.
+    #: The fleet-wide number of each GPU, by the host's own id; it never changes.
     numbers: dict[str, int] = field(default_factory=dict)
     is_linked: bool = False
     #: Whether everything it has is known: a whole report came over this link.
@@ -44,7 +44,7 @@ class KnownHost:
     reported: int = 0
     commanded: int = 0
     rows: dict[str, GPURow] = field(default_factory=dict)
-    #: The same for the pool; None: to be made anew.
+    #: The same for the pool; None: it must be rebuilt.
     readings: tuple[Reading, ...] | None = None
     #: When the last reading began, and when it last said anything.
     begun_at: float = -math.inf
@@ -73,7 +73,7 @@ class KnownHost:
         return self.commanded
 
     def readings_for(self, owner_of_uuid: Mapping[str, str]) -> tuple[Reading, ...]:
-        """`owner_of_uuid`: the host that counts a GPU, where two report the same."""
+        """`owner_of_uuid`: the host to which a GPU belongs if two hosts report it."""
         if self.readings is None:
             self.readings = tuple(
                 [self._reading(row, owner_of_uuid) for row in self.rows.values() if row.gpu_id in self.numbers]

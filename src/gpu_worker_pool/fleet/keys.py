@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 LEAST_CHARACTERS: Final = 16
-#: Far more than keys need.
+#: A file of keys is never this large.
 MOST_BYTES: Final = 64 * 1024
 MOST_KEYS: Final = 8
 
@@ -72,5 +72,5 @@ def id_of(key: bytes) -> str:
 
 
 def proof_of(key: bytes, role: str, nonces: str) -> str:
-    """That `role` knows the key; the nonces of both sides make it good for one connection only."""
+    """A proof that `role` knows the key; the nonces of both sides tie it to one connection."""
     return hmac.new(key, f"gpu-pool fleet: {role} {nonces}".encode(), "sha256").hexdigest()

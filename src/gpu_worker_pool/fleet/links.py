@@ -37,11 +37,11 @@ PROTOCOL: Final = "gpu-pool-fleet"
 MOST_BYTES: Final = 4 * 1024 * 1024
 #: The largest frame of one that has not proved that it knows the key.
 MOST_BYTES_OF_STRANGERS: Final = 4096
-#: How many links that have not may be open at once.
+#: How many links may be open at once whose peer has not proved that.
 MOST_STRANGERS: Final = 512
-#: What may wait to be sent: a peer that does not read loses its link.
+#: How much may wait to be sent: a peer that does not read loses its link.
 MOST_UNSENT_BYTES: Final = 16 * 1024 * 1024
-#: Something is sent this often, and a link on which nothing comes for so long is closed.
+#: Something is sent this often, and a link is closed after this long without a frame.
 HEARTBEAT_SECONDS: Final = 1.0
 SILENCE_SECONDS: Final = 6.0
 #: How long the proofs may take.
@@ -89,7 +89,7 @@ class _MemoryLink(Link):
 
     def send(self, message: Message) -> None:
         if self.is_open:
-            # As over a connection: nothing is shared, and nothing is handled within the call that sends it.
+            # As over a connection: no object is shared, and a message is not handled within the call that sends it.
             asyncio.get_running_loop().call_soon(self.other.receive, json.dumps(message, separators=(",", ":")))
 
     def receive(self, text: str) -> None:
@@ -124,7 +124,7 @@ class ConnectedLink(Link, asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._sent_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        #: Whether it is over, also where it was never open.
+        #: Whether it is closed, or failed before it was open.
         self._is_over = False
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class ConnectedLink(Link, asyncio.Protocol):
         self._transport = transport
         transport.set_write_buffer_limits(high=MOST_UNSENT_BYTES)
         self._timer = self._loop.call_later(
-            HANDSHAKE_SECONDS, self._fail, "the other side did not prove itself in time"
+            HANDSHAKE_SECONDS, self._fail, "the other side did not prove in time that it knows the fleet's key"
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -223,7 +223,7 @@ class ConnectedLink(Link, asyncio.Protocol):
         raise NotImplementedError
 
     def _not_opened(self, reason: str) -> None:
-        """It ended before it was open."""
+        """It failed before it was open."""
 
     def _nonces(self, host: str, candidate: str) -> str:
         return f"{host} {candidate}"
@@ -238,7 +238,7 @@ class ConnectedLink(Link, asyncio.Protocol):
 
     def _beat(self) -> None:
         now = self._loop.time()
-        # This process may itself have been stopped: then what came meanwhile is read first.
+        # This process may have been stopped itself: first read what arrived meanwhile.
         if now - self._heard_at > SILENCE_SECONDS and now - self._beat_at < 2 * HEARTBEAT_SECONDS:
             self._end(f"nothing came for {SILENCE_SECONDS:g} s")
             return
@@ -272,7 +272,7 @@ class AcceptedLink(ConnectedLink):
         if self._key is None:
             nonce, ids = frame.get("nonce"), frame.get("keys")
             if not (isinstance(nonce, str) and nonce.isascii() and 16 <= len(nonce) <= 64 and isinstance(ids, list)):
-                self._fail("this is not the link of a host of a fleet")
+                self._fail("the first frame is not that of a host of a fleet")
                 return
             key = next((key for key in self._keys.current() if id_of(key) in ids), None)
             if key is None:
@@ -368,7 +368,7 @@ async def open_link(session: aiohttp.ClientSession, url: str, keys: FleetKeys) -
             if response.status != HTTPStatus.SWITCHING_PROTOCOLS or connection is None or connection.transport is None:
                 status = response.status
                 response.close()
-                raise HandshakeError(f"{url} takes no links (HTTP {status}): is it a server with --fleet?")
+                raise HandshakeError(f"{url} accepts no links of hosts (HTTP {status}): is it a server with --fleet?")
             link = OpenedLink(keys)
             # The response holds the connection, and would close it when it is collected.
             link.response = response
@@ -388,7 +388,7 @@ async def open_link(session: aiohttp.ClientSession, url: str, keys: FleetKeys) -
 
 
 def take_link(keys: FleetKeys, own_url: str, on_open: Callable[[AcceptedLink], object]) -> AcceptedLink:
-    """The other end of it, for a connection that asks for one. Where too many strangers have one, the oldest yields."""
+    """The candidate's end of a requested link. With too many unproven links, the oldest is closed."""
     while len(AcceptedLink.strangers) >= MOST_STRANGERS:
         next(iter(AcceptedLink.strangers)).close_unproved()
     return AcceptedLink(keys, own_url, on_open)

@@ -49,7 +49,7 @@ MOST_VALUES: Final = 200_000
 
 
 class MessageError(ValueError):
-    """What a peer sent is no message of a fleet."""
+    """What a peer sent is not a valid message."""
 
 
 _KINDS: Final[dict[str, type[Any]]] = {
@@ -180,7 +180,7 @@ def _request(value: object) -> Request:
     if not isinstance(value, dict):
         raise MessageError("must be a request")
     try:
-        # What else a newer version knows of a request does not matter; an unknown requirement would, and is refused.
+        # Unknown fields of a newer version are ignored; an unknown requirement must not be, and is refused.
         request = request_of({name: each for name, each in value.items() if name in REQUEST_FIELDS})
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise MessageError(f"must be a request: {str(error)[:200]}") from None
@@ -211,7 +211,7 @@ def _rows(kind: type[Any]) -> tuple[Callable[[Any], Any], Callable[[object], Any
 
 _Field = tuple[str, "Callable[[Any], Any] | None", "Callable[[object], Any]", Any, bool]
 _FIELDS: Final[dict[type[Any], tuple[_Field, ...]]] = {}
-#: By the declared type of a field: how it is written (None: as it is) and how it is read.
+#: How a field of each declared type is written (None: as it is) and read.
 _CODECS: Final[dict[str, tuple[Callable[[Any], Any] | None, Callable[[object], Any]]]] = {
     "str": (None, _text),
     "str | None": (None, _maybe(_text)),

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.core.events import Request
 
-#: The version of the messages. A peer of this one or of the one before is understood.
+#: The version of the messages. Peers with this version or the previous one are understood.
 FORMAT: Final = 1
 OLDEST_FORMAT: Final = 1
 
 #: Between the name of a host and the number of a lease there, in the id that is good in the whole fleet.
 SEPARATOR: Final = ":"
-#: How a lease ended that a dispatcher withdrew before a client was told of it: its request waits, or is elsewhere.
+#: How a lease ended that a dispatcher withdrew before a client learned of it: its request waits, or is elsewhere.
 WITHDRAWN: Final = "withdrawn"
 
 
 def fleet_lease_id(host: str, lease_id: str) -> str:
-    """The id of a host's lease that is good at every server of the fleet."""
+    """The id of a host's lease that every server of the fleet accepts."""
     return f"{host}{SEPARATOR}{lease_id}"
 
 
@@ -43,7 +43,7 @@ def host_and_lease(fleet_id: str) -> tuple[str, str]:
 class GPURow:
     """One GPU of a host, or a MIG device, as the host last read it: what `core.Reading` holds, without processes."""
 
-    #: As the host's own ledger calls it.
+    #: Its id in the host's own ledger.
     gpu_id: str
     index: int
     name: str
@@ -100,7 +100,7 @@ class Join:
     """The first message on a link: who the host is, and the highest epoch it has seen."""
 
     name: str
-    #: The id of its ledger: what makes it this host.
+    #: The id of its ledger, which identifies the host.
     ledger_id: str
     #: Where others reach its server.
     url: str
@@ -139,7 +139,7 @@ class Placed:
     number: int
     request_id: str
     lease: HostLease
-    #: The lease as the client is told of it (`api.lease_rows.lease_body`), without a token.
+    #: The lease as it is sent to the client (`api.lease_rows.lease_body`), without a token.
     body: Mapping[str, Any] = field(default_factory=dict)
     #: Whether the client may hold it at once; else it was offered.
     is_held: bool = True
@@ -158,7 +158,7 @@ class PlaceRefused:
 
 @record
 class EpochRefused:
-    """The host obeys a higher epoch, or the same one of another dispatcher: who sent this is deposed."""
+    """The host obeys a higher epoch, or another dispatcher of the same epoch: the receiver is no longer dispatcher."""
 
     epoch: int
     epoch_owner: str
@@ -232,7 +232,7 @@ class Welcome:
     """Who is dispatcher, as far as the candidate knows: the answer to `Join`, and sent again when it changes."""
 
     fleet_id: str
-    #: 0 and empty: nobody is.
+    #: 0 and empty: there is none.
     epoch: int
     dispatcher: str
     dispatcher_url: str
@@ -241,7 +241,7 @@ class Welcome:
     format: int = FORMAT
     #: Whether the sender is the dispatcher; otherwise it says what it has heard.
     is_own: bool = False
-    #: From which the tokens of clients that brought none are derived; the same on all servers.
+    #: Tokens of clients that sent none are derived from it; it is the same on all servers.
     secret: str = field(default="", repr=False)
 
 
@@ -261,7 +261,7 @@ class Place:
     #: Grows with every `Place` and `End` of this epoch for this host; an older one that arrives later is ignored.
     number: int
     request: Request
-    #: At the host. They are a choice: a lease that the request has already, on whatever GPUs, is the answer.
+    #: The host's ids. If the request already has a lease there, on any GPUs, that lease is the answer.
     gpu_ids: tuple[str, ...]
     poll_id: str = ""
     #: Whether its client waits for the answer: then it is held at once, otherwise offered.
@@ -281,7 +281,7 @@ class End:
 
 @record
 class PollEnded:
-    """The client that listened for this placement is gone: a lease that it was not told of becomes an offer."""
+    """The client that polled for this placement is gone: a lease that was not reported to it becomes an offer."""
 
     epoch: int
     dispatcher: str

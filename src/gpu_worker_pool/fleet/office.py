@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: A dispatcher is in office for so long, and renews it this often.
+#: The length of a dispatcher's term, and how often it is renewed.
 OFFICE_SECONDS: Final = 2.0
 RENEW_SECONDS: Final = 0.5
-#: How often a candidate looks whether there is a dispatcher.
+#: How often a candidate checks whether there is a dispatcher.
 LOOK_SECONDS: Final = 0.5
 #: How much longer it waits for one whose link is open: its database may just be slow.
 HEARD_SECONDS: Final = 4.0
-#: After this time without an answer, the database counts as lost.
+#: After this time without an answer, the database counts as down.
 SLOW_SECONDS: Final = 3.0
 #: How long a call that is passed on to a host waits for its answer.
 CALL_SECONDS: Final = 10.0
@@ -54,7 +54,7 @@ MOST_CALLS: Final = 20_000
 
 
 class _Routed(NamedTuple):
-    """A call that was passed on: who is to get the answer."""
+    """A call that was passed on, and where its answer goes."""
 
     asker: str
     call_id: str
@@ -94,7 +94,7 @@ class FleetOffice:
         self._unnamed: set[Link] = set()
         self._joins: dict[str, Join] = {}
         self._routed: dict[str, _Routed] = {}
-        #: Questions about the fleet, whose answers also say how the database is.
+        #: Queries about the fleet; their answers include the state of the database.
         self._fleet_queries: set[tuple[str, str]] = set()
         self._dispatcher: Dispatcher | None = None
         self._term: Term | None = None
@@ -109,7 +109,7 @@ class FleetOffice:
         self._heard_url, self._heard_at = "", -HEARD_SECONDS
         self._state: FleetState | None = None
         #: Whether the database answers; None before it was asked.
-        self._problem: str | None = "it was not asked yet"
+        self._problem: str | None = "it has not answered yet"
         self._problem_since = time.monotonic()
         #: How often this candidate was elected, what it granted and which hosts refused, and how long its last commit
         #: took.
@@ -165,7 +165,7 @@ class FleetOffice:
         return take_link(self._keys, self.url, self.attach)
 
     def attach(self, link: Link) -> None:
-        """A host's link; who it is, its first message says."""
+        """A host's link; its first message says which host it is."""
         self._unnamed.add(link)
         link.on_message = self._received
         link.on_closed = self._lost
@@ -236,7 +236,7 @@ class FleetOffice:
         return Welcome(state.fleet_id, epoch, name, url, known, secret=state.secret, is_own=is_own)
 
     def _tell_all(self) -> None:
-        """Those who have links, when the answer to who is dispatcher has changed."""
+        """Tell all links when there is a new dispatcher."""
         welcome = self._welcome()
         if welcome is not None and welcome != self._said:
             self._said = welcome
@@ -303,7 +303,7 @@ class FleetOffice:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._apply, events.TimePassed())
 
     def _drop(self) -> None:
-        """Not in office any more, or not for now."""
+        """It is no longer dispatcher, or its term cannot be confirmed now."""
         self._dispatcher = None
         self._fleet_queries.clear()
         self._wake.set()
@@ -314,7 +314,7 @@ class FleetOffice:
     # --- the database ---
 
     async def _in_thread(self, work: Callable[[FleetStore], T]) -> T:
-        """May take long, but does not stop anything else. The database counts as lost when it takes too long."""
+        """It may take long, but blocks nothing else. If it takes too long, the database counts as down."""
 
         def run() -> T:
             if self._store is None:
@@ -368,7 +368,7 @@ class FleetOffice:
                 self._lowest_epoch = max(self._lowest_epoch, error.epoch)
                 self._drop()
             except Exception:
-                logger.exception("the fleet's office failed, and begins anew")
+                logger.exception("the fleet's office failed; starting it again")
                 self._drop()
                 await asyncio.sleep(1.0)
 
@@ -381,12 +381,12 @@ class FleetOffice:
             until_end = min(max(state.remaining_seconds, 0.05), LOOK_SECONDS)
             await asyncio.sleep(until_end + random.random() * 0.1)  # noqa: S311
         elif now - max(self._heard_at, self._problem_since) < HEARD_SECONDS and self._hears(self._heard_url):
-            await asyncio.sleep(LOOK_SECONDS)  # it is there, and its database is slow, or back just now
+            await asyncio.sleep(LOOK_SECONDS)  # it still runs; its database is slow, or has just come back
         else:
             await self._stand(None)
 
     async def _stand(self, rows: Rows | None) -> None:
-        """`rows`: what the database has lost."""
+        """`rows`: what must be written again because the database lost it."""
         lowest = self._lowest_epoch
         term = await self._in_thread(lambda store: store.stand(self.name, self.url, lowest, self._office_seconds))
         self._renewed_at = time.monotonic()
@@ -432,7 +432,7 @@ class FleetOffice:
             self._apply(events.NewPolicy(policy))
 
     async def _be_dispatcher(self) -> None:
-        """One commit, or one renewal, or a moment in which there is neither."""
+        """One commit or one renewal of the term; a short pause if neither is due."""
         term, running = self._term, self._dispatcher
         assert term is not None  # it is in office
         assert running is not None
@@ -462,7 +462,7 @@ class FleetOffice:
                     await self._wake.wait()
 
     async def _settle(self, term: Term) -> None:
-        """The database was lost, perhaps in the middle of a commit: its revision says whether that took place."""
+        """The connection was lost, perhaps during a commit: the revision shows whether the commit took place."""
         state = await self._in_thread(lambda store: store.look())
         owner = self.name if state.dispatcher is None else state.dispatcher[0]  # a term that has ended can be renewed
         if state.epoch > term.epoch or (state.epoch == term.epoch and owner != self.name):

@@ -17,7 +17,7 @@ _LOOK_SECONDS: Final = 0.2
 
 
 class OverdueCutter:
-    """One thread, which looks now and then: what it guards takes a fraction of a millisecond and happens often."""
+    """One thread that checks at intervals: a timer per guarded call would cost more than most of the calls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class OverdueCutter:
 
     @contextmanager
     def limit(self, file_number: int, seconds: float) -> Iterator[None]:
-        """Within it, the socket with this number is shut down after `seconds`; whoever waits for it gets an error."""
+        """Within it, the socket with this number is shut down after `seconds`, and blocked calls on it fail."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="gpu-pool-overdue", daemon=True)
             self._thread.start()

@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 #: How long a host may take to answer a placement before it is asked again, and before the request waits elsewhere.
 PLACE_AGAIN_SECONDS: Final = 2.0
 PLACE_SECONDS: Final = 15.0
-#: How long a poll is still answered after its time, while its grant is under way.
+#: How long a poll may be answered late while its grant is on its way.
 GRACE_SECONDS: Final = 2.0
 #: How many ended requests the database keeps; older ids may be used again.
 MOST_OUTCOMES: Final = 20_000
 #: How many ended requests of hosts are remembered that the database does not know.
 MOST_ENDED_AT_HOSTS: Final = 50_000
-#: In a row of an outcome: it was granted, and its lease may be held still.
+#: In a row of an outcome: it was granted, and its lease may still be held.
 HELD: Final = "held"
 
 
@@ -77,7 +77,7 @@ class Placement:
     #: Whether the host has promised it; then the id of its lease there.
     is_placed: bool = False
     lease_id: str = ""
-    #: Whether a client was told of it.
+    #: Whether it was reported to a client.
     is_told: bool = False
     #: The last `Place` before a `PollEnded`, by which what it promised became an offer.
     offered_at: int = 0
@@ -106,7 +106,7 @@ class Asked:
 
 
 class Placing:
-    """The pool of a dispatcher, and its grants on their way to the hosts."""
+    """The dispatcher's pool, and its grants on their way to the hosts."""
 
     def __init__(
         self, name: str, epoch: int, settings: PoolSettings, rows: Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -162,12 +162,12 @@ class Placing:
     def _granted(self, lease: Lease, now: float) -> None:
         asked = self._asked.get(lease.request.request_id)
         if asked is None:
-            return  # replicated: a lease of a host that nobody asked the fleet for
+            return  # replicated: a lease of a host that was not requested from the fleet
         placement = asked.placement
         if placement is not None and placement.pool_lease_id == lease.lease_id:
             return  # its client polled again: `_ask` goes to the host
         if lease.state is LeaseState.OFFERED:
-            # Whether its client comes for it, its host sees.
+            # Its host sees whether its client claims it.
             self._replicate([lease.moved(LeaseState.HELD, expires_at=None)])
         host = self.hosts[lease.endpoint_id]
         asked.placement = Placement(lease.endpoint_id, lease.lease_id, lease.gpu_ids, 0, now)
@@ -283,7 +283,7 @@ class Placing:
         if placement.ends_as is not None or not asked.polls:
             return
         if not message.is_held or message.number <= placement.offered_at:
-            self._place(host, asked, now)  # its client came back meanwhile
+            self._place(host, asked, now)  # its client has polled again since
             return
         placement.is_told = True
         numbers = tuple([host.numbers.get(gpu_id, 0) for gpu_id in message.lease.gpu_ids])
@@ -312,7 +312,7 @@ class Placing:
             placement.gpu_ids = gpu_ids
         before = host.leases.get(row.lease_id)
         if before is not None and before != placement.pool_lease_id:
-            self._pool_release(before, now)  # it was unwanted, and is wanted again
+            self._pool_release(before, now)  # its client had gone, and has polled again
         placement.is_placed, placement.lease_id = True, row.lease_id
         host.leases[row.lease_id] = placement.pool_lease_id
         request = asked.request
@@ -331,7 +331,7 @@ class Placing:
         elif not placement.is_placed:
             self._put_back(asked, now)
         else:
-            # Its reports say whether it has the lease still.
+            # Its reports show whether it still has the lease.
             error = LedgerUnavailableError(f"{host.name}: {'; '.join(message.reasons) or 'it does not answer'}")
             for poll_id in list(asked.polls):
                 self._answer(asked, poll_id, refused(Ask(poll_id, asked.request), error))
@@ -363,7 +363,7 @@ class Placing:
 
 
 def pooled(request: Request) -> Request:
-    """As the dispatcher's pool knows it: whether its lease is alive, its host knows."""
+    """As the dispatcher's pool knows it; only its host knows whether its lease is still held."""
     return replace(
         request, ttl_seconds=None, max_seconds=None, expected_seconds=request.declared_seconds, process="", within=None
     )

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 Cursor: TypeAlias = "psycopg.Cursor"
 Documents: TypeAlias = "Mapping[str, Mapping[str, Mapping[str, Any]]]"
 
-#: How long to wait for the database, whatever it is asked: the dispatcher must know soon that it is away.
+#: The limit for every statement: the dispatcher must notice quickly that the database is down.
 OPERATION_SECONDS: Final = 2.5
-#: How much longer for each row that is written.
+#: Added for each row that is written.
 ROW_SECONDS: Final = 0.001
-#: The same where all rows are read or written.
+#: The limit for reading or writing all rows.
 LONG_SECONDS: Final = 12.0
 #: A term that ends later than this many terms from now was set before the database's clock went back: it has ended.
 _TERMS_AHEAD: Final = 4
@@ -64,7 +64,7 @@ _LOOK: Final[LiteralString] = f"""
         CASE WHEN isfinite(until) THEN extract(epoch FROM until - clock_timestamp())::float8 ELSE 0 END,
         extract(epoch FROM clock_timestamp())::float8, schema_version, secret, oldest_schema_user
     FROM {NAMESPACE}.fleet"""
-#: What a fenced statement must find, so that it is ours to write.
+#: The condition of every fenced statement: this dispatcher is still in office.
 _OURS: Final[LiteralString] = "epoch = %(epoch)s AND dispatcher_name = %(name)s AND fleet_id = %(fleet_id)s"
 
 
@@ -79,7 +79,7 @@ class PostgresStore:
         self._connection: psycopg.Connection | None = None
         self._attempt: _Attempt | None = None
         self._cutter = OverdueCutter()
-        #: Whose rows are meant: a database that was made anew under the same URL is not overwritten.
+        #: The fleet that this store belongs to: a database that was recreated under the same URL is not overwritten.
         self._fleet_id: str | None = None
         self._name = self._dispatcher_url = ""
         self._office_seconds = 2.0
@@ -167,7 +167,7 @@ class PostgresStore:
 
     def write(self, office: Office, changes: Sequence[Put | Delete]) -> Office:
         statement, values = _fenced_write(changes)
-        # What is too much for the usual time would be too much for ever.
+        # With the usual limit, a batch that is too large would never succeed.
         with self.transaction(seconds=self._operation_seconds + len(changes) * ROW_SECONDS) as cursor:
             row = cursor.execute(statement, self._values(office) | values).fetchone()
             if row is None or row[0] == 0:
@@ -200,7 +200,7 @@ class PostgresStore:
         return {"name": self._name, "fleet_id": self._fleet_id} | fence | more
 
     def _refuse(self, cursor: Cursor, office: Office) -> None:
-        """Nothing was written; a look in a statement of its own says why."""
+        """Nothing was written; a separate statement finds out why."""
         now = self._look(cursor)
         is_ours = now.dispatcher is None or now.dispatcher[0] == self._name
         if now.epoch > office.epoch or (now.epoch == office.epoch and not is_ours):
@@ -256,14 +256,14 @@ class PostgresStore:
             self._drop()
 
     def _failure(self, error: psycopg.Error, *, is_commit_sent: bool) -> StoreUnavailable | StoreMismatch:
-        """The connection is not used again: it may lead to a server that was the primary once."""
+        """The connection is not used again: it may lead to a server that is no longer the primary."""
         was_cut, is_broken = self._cutter.has_cut, self._connection is None or self._connection.broken
         self._drop()
         if isinstance(error, (errors.InsufficientPrivilege, errors.InvalidSchemaName, errors.UndefinedTable)):
             return self._mismatch(error)
         if isinstance(error, (errors.UndefinedColumn, errors.DataError)):
             return StoreMismatch(f"{self.shown_url}: {self._said(error)}")
-        # The server's refusal of a COMMIT settles it, unless it ended the session over it.
+        # If the server refuses a COMMIT, it did not take place, unless the server also ended the session.
         state = error.sqlstate or ""
         is_unknown = is_commit_sent and (was_cut or is_broken or not state or state.startswith(("57P", "08", "XX")))
         if was_cut:
@@ -328,7 +328,7 @@ class PostgresStore:
 
 
 _SET_PASSWORD: Final = f"set the password in {VARIABLE} or in the file that PGPASSFILE names"
-#: What PostgreSQL says if trying again does not help.
+#: Errors of PostgreSQL for which a retry does not help.
 _CONNECTION_ADVICE: Final = {
     "password authentication failed": _SET_PASSWORD,
     "no password supplied": _SET_PASSWORD,
@@ -343,7 +343,7 @@ _CONNECTION_ADVICE: Final = {
 
 
 class _Attempt:
-    """One attempt to connect, in a thread of its own, so that nobody waits for it longer than he wants to."""
+    """One attempt to connect, in a separate thread, so that each caller can stop waiting when it wants to."""
 
     def __init__(self, url: str, user_name: str) -> None:
         self.connection: psycopg.Connection | None = None
@@ -364,12 +364,12 @@ class _Attempt:
                 **_KEEPALIVES,
             )
             self.connection = psycopg.connect(address, autocommit=True, prepare_threshold=None)
-        except Exception as error:  # whatever it is, the thread that waits raises it
+        except Exception as error:  # the waiting thread raises it
             self.error = error
 
 
 def _fenced_write(changes: Sequence[Put | Delete]) -> tuple[bytes, dict[str, object]]:
-    """One statement, so that a frozen dispatcher keeps no lock between two; the last change of a key counts."""
+    """One statement, so that a frozen dispatcher cannot hold a lock between two; the last change of a key counts."""
     by_table: dict[str, dict[str, Put | Delete]] = {}
     for change in changes:
         by_table.setdefault(change.table, {})[change.key] = change

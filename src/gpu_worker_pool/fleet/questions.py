@@ -1,4 +1,4 @@
-"""What clients of a server ask of its fleet; what is unanswered is asked again. Part of `FleetAgent`."""
+"""The requests and calls of a server's clients to its fleet, repeated until they are answered. Part of `FleetAgent`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from gpu_worker_pool.fleet.links import Link
     from gpu_worker_pool.fleet.messages import Message
 
-#: How long a question waits for a dispatcher to be there, beyond what the client waits for.
+#: How much longer than its client a call waits for a dispatcher.
 NO_DISPATCHER_SECONDS: Final = 5.0
-#: How long an answer may take that waits for nobody.
+#: How long an answer may take that need not wait for a GPU.
 CALL_SECONDS: Final = 5.0
 
 
 class FleetUnavailableError(Exception):
-    """No dispatcher answers now, so it is not known whether the question had an effect. The text is for clients."""
+    """No dispatcher answers, so it is unknown whether the call had an effect. The text is for clients."""
 
 
 class CallRefusedError(Exception):
@@ -50,17 +50,17 @@ class _Call(NamedTuple):
 
 
 class Questions:
-    """The links of a host, and what is asked over them."""
+    """The links of a host, and the unanswered calls."""
 
     def __init__(self) -> None:
-        #: Open links by the candidate's own URL; and by address, why there is none.
+        #: Open links, by the candidate's own URL; and why an address has none.
         self._links: dict[str, Link] = {}
         self.troubles: dict[str, str] = {}
         #: The candidate over whose link the dispatcher is reached; empty: it is not known.
         self._dispatcher = ""
         #: Set when a call may be tried over another link.
         self._has_link = asyncio.Event()
-        #: What clients of this server wait for, by poll.
+        #: The polls of this server's clients, by id.
         self._questions: dict[str, _Question] = {}
         self._calls: dict[str, _Call] = {}
         self._is_stopping = False
@@ -93,7 +93,7 @@ class Questions:
         return candidate in self._links
 
     def _follow(self, candidate: str) -> None:
-        """The dispatcher is there now: what is unanswered is sent again."""
+        """There is a dispatcher now: send again what is unanswered."""
         before, self._dispatcher = self._dispatcher, candidate
         if before and before != candidate:
             self._call_again(before)
@@ -109,7 +109,7 @@ class Questions:
             self._send(self._dispatcher, message)
 
     async def ask(self, request: Request, *, wait_seconds: float, may_reserve: bool, poll_id: str) -> Answer:
-        """The answer of the dispatcher, or of the one after it. Raises a `FleetUnavailableError`."""
+        """The answer of this dispatcher or its successor. Raises a `FleetUnavailableError`."""
         if self._is_stopping:
             raise FleetUnavailableError("the server is stopping; ask again")
         loop = asyncio.get_running_loop()
@@ -152,7 +152,7 @@ class Questions:
                 while found is None:
                     while not (candidate := self._candidate_for_call(tried, may_be_any=may_be_any)):
                         await self._has_link.wait()
-                    # Over another link once this one is lost: all of these may be said twice.
+                    # If the link is lost, over another one: all of these calls may be repeated.
                     found = await self._call_over(candidate, make)
                     if found is not None and found.error == ServiceUnavailableError.__name__:
                         tried.add(candidate)
@@ -165,13 +165,13 @@ class Questions:
         return dict(found.body)
 
     def _candidate_for_call(self, tried: Collection[str], *, may_be_any: bool) -> str:
-        """The dispatcher, if it can be. Empty: none has a link now."""
+        """The dispatcher if there is a link to it. Empty: there is no link."""
         if not may_be_any:
             return "" if self._dispatcher in tried else self._dispatcher
         return next((each for each in (self._dispatcher, *self._links) if each and each not in tried), "")
 
     async def _call_over(self, candidate: str, make: Callable[[str], Message]) -> CallAnswer | None:
-        """None: the link is lost, or the dispatcher is another one now."""
+        """None: the link is lost, or there is another dispatcher."""
         call_id = secrets.token_hex(8)
         answer: asyncio.Future[CallAnswer | None] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = _Call(candidate, answer)

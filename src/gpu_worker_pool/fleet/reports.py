@@ -1,4 +1,4 @@
-"""The hosts of a fleet, as they join, report and go: what they have, and which leases. Part of `Dispatcher`."""
+"""The hosts of a fleet, as they join, report and leave: their GPUs and their leases. Part of `Dispatcher`."""
 
 from __future__ import annotations
 
@@ -69,20 +69,20 @@ class Reports(Placing):
         self.url: str = url
         self.fleet_id: str = fleet_id
         self._secret = secret
-        #: Requests whose lease may be at a host that was not heard yet; and by that host, their ids.
+        #: Requests whose lease may be at a host that has not reported yet; and by that host, their ids.
         self._unheard: dict[str, Mapping[str, Any]] = {}
         self._unheard_at: dict[str, list[str]] = {}
         #: A host that was removed and comes back may have obeyed commands up to this number.
         self._commanded = 0
-        #: Of the next GPU that is new to the fleet.
+        #: The number of the next GPU that is new to the fleet.
         self._next_number = 0
-        #: Requests that hosts remember as ended, and that nothing else is known of.
+        #: Ended requests that are known only from hosts' reports.
         self._ended_at_hosts: dict[str, EndedRow] = {}
-        #: Of a GPU that two hosts report, the one that counts it.
+        #: For a GPU that two hosts report: the host to which it belongs.
         self._owner_of_uuid: dict[str, str] = {}
         self._stored_hosts: set[str] = set()
         self._told_candidates: tuple[str, ...] = ()
-        #: What came while hosts are being heard; None: they were.
+        #: What came before all hosts have reported; None: they have.
         self._early: list[Received] | None = []
 
     def _abandoned(self, message: AskAbandoned, now: float) -> None:
@@ -120,7 +120,7 @@ class Reports(Placing):
         welcome = self._welcome()
         self._send(name, welcome)
         if welcome.candidates != self._told_candidates:
-            # Every host keeps a link to each of them, and knows where to turn when this one is gone.
+            # Every host keeps a link to each candidate, for when this one fails.
             self._told_candidates = welcome.candidates
             for other in self.hosts.values():
                 if other.is_linked and other is not host:
@@ -245,7 +245,7 @@ class Reports(Placing):
                 self._add_lease(host, row, f"{host.name}{OF}{request_id}", now)
                 self._end_at_host(host.name, request_id, f"its request has a lease at {placement.host}")
                 return
-            # Its client may have been told of this one by the dispatcher before, and of the other by nobody.
+            # The previous dispatcher may have reported this lease to its client; the other one was reported to no one.
             self._end_at_host(placement.host, request_id, f"its request has a lease at {host.name}")
             # What the pool has of it is replaced below; its GPUs go to the next with the readings of this report.
             asked.placement = None
@@ -259,7 +259,7 @@ class Reports(Placing):
             self._asked[request_id] = asked
         gpu_ids = tuple([pool_gpu_id(host.name, gpu_id) for gpu_id in row.gpu_ids])
         asked.placement = Placement(host.name, lease_id, gpu_ids, 0, now, is_placed=True, lease_id=row.lease_id)
-        # The dispatcher before this one wrote where it was; its client may have been told.
+        # The previous dispatcher stored where it was; its client may know of it.
         asked.placement.is_told = held is not None and (held["host"], held["lease_id"]) == (host.name, row.lease_id)
         self._rows.mark(REQUESTS, request_id)
         if asked.polls:
@@ -313,7 +313,7 @@ class Reports(Placing):
             if placement.host == host.name and not placement.is_placed:
                 self._lease_is_gone(placement.pool_lease_id, now, ended.reasons)
         elif asked is not None:
-            # It was granted by the dispatcher before this one, whose last commits are lost.
+            # The previous dispatcher granted it, and its last commits are lost.
             waiter = self.pool.requests.get(request_id)
             if isinstance(waiter, Waiter):
                 self._replicate([Outcome(waiter.request, RequestState.GRANTED, now, ended.reasons)])
@@ -334,7 +334,7 @@ class Reports(Placing):
         self._pool_release(pool_lease_id, now)
 
     def _is_all_there(self, host: KnownHost, there: set[str], now: float) -> None:
-        """The host has said everything: what it did not name has ended."""
+        """The host has sent a whole report: what is missing from it has ended."""
         for lease_id, pool_lease_id in list(host.leases.items()):
             if lease_id not in there:
                 del host.leases[lease_id]

@@ -18,7 +18,7 @@ COUNTERS: Final = "#counters"
 
 
 def request_document(request: Request, ticket: int, enqueued_at: float, *, may_reserve: bool) -> dict[str, Any]:
-    """Without its polls: whoever is dispatcher next gives every client the time to poll again."""
+    """Without its polls: the next dispatcher gives every client time to poll again."""
     return {"request": to_json(request), "ticket": ticket, "enqueued_at": enqueued_at, "may_reserve": may_reserve}
 
 
@@ -58,9 +58,9 @@ class ChangedRows:
         self._stored: dict[str, dict[str, None]] = {table: dict.fromkeys(stored.get(table, ())) for table in TABLES}
         self._changed: dict[tuple[str, str], None] = {}
         self._batch = 0
-        #: What the batch holds, and whether each row is there once it is committed.
+        #: The batch, and whether each of its rows will exist after the commit.
         self._under_way: dict[tuple[str, str], bool] = {}
-        #: How requests ended, or where they are held; the oldest first, and forgotten first.
+        #: How requests ended, or where they are held; the oldest come first and are forgotten first.
         self.outcomes: OrderedDict[str, Mapping[str, Any]] = OrderedDict(
             sorted(stored.get(OUTCOMES, {}).items(), key=lambda item: float(item[1].get("at", 0.0)))
         )
@@ -72,7 +72,7 @@ class ChangedRows:
         self._changed[table, key] = None
 
     def mark_outcome(self, key: str, document: Mapping[str, Any] | None) -> None:
-        """None: it is as if it had not been."""
+        """None: forget it."""
         self.outcomes.pop(key, None)
         if document is not None:
             self.outcomes[key] = document
@@ -95,7 +95,7 @@ class ChangedRows:
         return self._batch, changes
 
     def take_all(self, everything: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> int:
-        """All rows are written anew."""
+        """Write all rows again."""
         self._stored = {table: dict.fromkeys(everything.get(table, ())) for table in TABLES}
         self._under_way = {(table, key): True for table in TABLES for key in self._stored[table]}
         self._changed.clear()
@@ -114,7 +114,7 @@ class ChangedRows:
         return done
 
     def lost(self) -> None:
-        """What was under way may not be there."""
+        """The last batch may not have been committed."""
         self._changed = dict.fromkeys((*self._under_way, *self._changed))
         self._under_way.clear()
 

@@ -6,16 +6,16 @@ from typing import Final
 
 #: The oldest PostgreSQL that is supported.
 OLDEST_SERVER: Final = 14
-#: What this version makes and uses. A newer schema only adds to it, so that servers of two versions can share it.
+#: The schema version of this program. A newer schema only adds to it, so servers of two versions can share it.
 VERSION: Final = 1
 #: The PostgreSQL schema of all tables: named in each statement, as a search path would be lost behind PgBouncer.
 NAMESPACE: Final = "gpu_pool"
 #: Each has rows of a key and a JSON document; what is in them is the dispatcher's.
 TABLES: Final = ("requests", "outcomes", "hosts", "accounts")
-#: For the time of a transaction: two that make or migrate the tables at once do so one after the other.
+#: Locked for a transaction, so that two processes do not make or migrate the tables at the same time.
 LOCK: Final = 0x6770755F706F6F6C
 
-#: The statements that lead to each version from the one before. Only add to it: what is there has been run.
+#: The statements that lead to each version from the previous one. Only append: existing ones have been run.
 STEPS: Final[dict[int, tuple[str, ...]]] = {
     1: (
         f"CREATE SCHEMA IF NOT EXISTS {NAMESPACE}",

@@ -13,7 +13,7 @@ from gpu_worker_pool.errors import GPUWorkerPoolError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-#: A row of one of these is a JSON document under a key. What is in it, the dispatcher decides.
+#: A row of one of these is a JSON document under a key. The dispatcher decides what is in it.
 REQUESTS: Final = "requests"
 OUTCOMES: Final = "outcomes"
 HOSTS: Final = "hosts"
@@ -67,20 +67,20 @@ class FleetState:
     fleet_id: str
     epoch: int
     revision: int
-    #: The name and the URL of the dispatcher; None: nobody is in office.
+    #: The name and the URL of the dispatcher; None: there is none.
     dispatcher: tuple[str, str] | None
     #: Until its term ends, by the database's clock; below 0 it has ended.
     remaining_seconds: float
     #: In seconds since 1970.
     database_time: float
     schema_version: int
-    #: From which tokens are derived.
+    #: Tokens are derived from it.
     secret: str = ""
 
 
 @record
 class Office:
-    """What every write is fenced by."""
+    """A dispatcher's term; every write is fenced by it."""
 
     epoch: int
     revision: int
@@ -109,7 +109,7 @@ class FleetStore(Protocol):
         ...
 
     def renew(self, office: Office, name: str, office_seconds: float) -> None:
-        """Only the one who is named there can renew."""
+        """Only the dispatcher that the office names can renew it."""
         ...
 
     def load(self, office: Office) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from gpu_worker_pool.fleet.dispatcher import Dispatcher
     from gpu_worker_pool.fleet.messages import Query
 
-#: How many rows of the queue are shown, and for how many classes of equal requests it is said why they wait.
+#: How many rows of the queue are shown, and for how many classes of equal requests the reasons are given.
 MOST_SHOWN: Final = 1000
 MOST_EXPLAINED: Final = 20
-#: How many hosts a waiting client is told of.
+#: How many hosts the reasons for waiting list.
 MOST_HOSTS: Final = 16
-#: Above so many GPUs or waiting requests, what clients are told may be this old.
+#: Above this many GPUs or waiting requests, answers may be this old.
 LARGE: Final = 256
 OUTDATED_SECONDS: Final = 1.0
 
 
 class Views:
-    """Remembers for a moment what many clients of a large fleet are told."""
+    """Caches answers for a moment, because a large fleet has many clients that ask the same."""
 
     def __init__(self) -> None:
         self._positions: dict[str, int] = {}
@@ -51,7 +51,7 @@ class Views:
         return self._positions[request_id]
 
     def explanation(self, pool: Pool, waiter: Waiter, now: float) -> Explanation | None:
-        """Of its class, where the fleet is large."""
+        """In a large fleet: the explanation of its class."""
         if len(pool.allocator.gpus) <= LARGE and pool.queue.waiting <= LARGE:
             return explain(pool, waiter.request.request_id, now)
         key = id(waiter.request_class)
@@ -83,7 +83,7 @@ def _by_host(dispatcher: Dispatcher, explanation: Explanation) -> list[str]:
     for gpu in explanation.gpus:
         kind = gpu.obstacles[0].kind.name.lower().replace("_", " ") if gpu.obstacles else "could serve it"
         hosts.setdefault(gpu.endpoint_id, Counter())[kind] += 1
-    # Nothing is known of the GPUs of a host that no dispatcher has heard since it was elected.
+    # The GPUs of a host are unknown until it has reported to this dispatcher.
     unheard = [host.name for host in dispatcher.hosts.values() if host.name not in hosts and not host.is_heard]
     heard = [
         f"{host}: of {_gpus(sum(kinds.values()))}: {', '.join(f'{number} {kind}' for kind, number in kinds.items())}"
@@ -204,7 +204,7 @@ def lease_rows(dispatcher: Dispatcher, now: float) -> list[dict[str, Any]]:
 
 
 def _unheard_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A lease that was granted before this dispatcher, at a host that it has not heard: what the database knows."""
+    """A lease of an earlier dispatcher, at a host that has not reported yet: what the database knows of it."""
     request = request_in(row)
     return {
         **request_row(request),

@@ -106,5 +106,5 @@ def _is_fixture(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def _is_parametrized(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """The argument is no fixture then."""
+    """A parametrized argument is not a fixture."""
     return any("parametrize" in (text := ast.unparse(each)) and _NAME in text for each in node.decorator_list)

@@ -29,7 +29,7 @@ def options_of(item: pytest.Item) -> dict[str, Any]:
         return {"count": 1}
     unknown = [name for name in marker.kwargs if name not in _ARGUMENTS]
     if marker.args or unknown:
-        what = f"has no argument {unknown[0]!r}" if unknown else "takes no arguments without a name"
+        what = f"has no argument {unknown[0]!r}" if unknown else "takes only keyword arguments"
         fail(f"@pytest.mark.gpu_pool {what}; it has {', '.join(_ARGUMENTS)}")
     options: dict[str, Any] = {"count": 1}
     problem = ""

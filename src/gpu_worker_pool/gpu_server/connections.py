@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from gpu_worker_pool.gpu_server.unix_socket import Peer
 
 
-#: Where the scope of a request that asks for another protocol has what hands over its connection. No client can set it.
+#: In the scope of a request with `Upgrade`: the function that hands over its connection. No client can set it.
 TAKE_OVER: Final = "gpu_pool.take_over"
-#: Files that are left for the ledger, the driver and the log.
+#: Files that are reserved for the ledger, the driver and the log.
 RESERVED_FILES: Final = 100
 #: Each may have some 100 kB of headers or of an answer that is not read yet.
 MOST_CONNECTIONS: Final = 5_000
@@ -36,7 +36,7 @@ def most_connections() -> int:
 
 
 def _age(connection: GuardedProtocol) -> float:
-    """By which the oldest is sorted first."""
+    """The sort key that puts the oldest first."""
     since = connection.waiting_since
     return connection._opened_at if since is None else since  # noqa: SLF001  # our own
 
@@ -108,8 +108,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def _make_room(self) -> None:
         """Close another one: this one may be a renewal.
 
-        Of the caller that has most: the one that has been silent longest, else the oldest. So whoever opens very many
-        closes their own, whatever these are waiting for.
+        Of the caller that has the most: the one that has been silent longest, else the oldest. So a caller that opens
+        very many closes its own, whatever these are waiting for.
         """
         by_caller: dict[str, list[GuardedProtocol]] = {}
         for each in self.connections:
@@ -132,7 +132,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 timer.cancel()
         super().connection_lost(exc)
         if self._running is not None:
-            # uvicorn says it to the last request only. It may be a stream, or hold a place in the queue.
+            # uvicorn only tells the last request. An earlier one may be a stream, or hold a place in the queue.
             self._running.disconnected = True
             self._running.message_event.set()
 
@@ -201,7 +201,7 @@ class GuardedProtocol(HttpToolsProtocol):
         protocol.connection_made(self.transport)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Said about every upgrade, as uvicorn only knows web sockets."""
+        """uvicorn warns about every upgrade, as it only knows web sockets."""
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers_seen += 1
@@ -234,7 +234,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self.pipeline or self._is_full:
-            # uvicorn would read on, and collect requests faster than it answers them.
+            # uvicorn would keep reading, and collect requests faster than it answers them.
             self.flow.pause_reading()
         else:
             self._pipelined_bytes = 0

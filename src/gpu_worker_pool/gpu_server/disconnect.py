@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive
 
 MOST_BODY_BYTES: Final = 16 * 1024
-#: So much of a body that is too large is read and dropped: a caller that still sends when the connection is closed gets
-#: a broken pipe, and never sees the refusal.
+#: This much of a body that is too large is read and dropped: a caller that still sends when the connection is closed
+#: gets a broken pipe, and never sees the refusal.
 MOST_DROPPED_BYTES: Final = 1024 * 1024
 #: Faster answers are not watched: watching would cost more than most of them.
 WATCH_AFTER_SECONDS: Final = 0.1
@@ -108,4 +108,4 @@ class DisconnectWatch:
 
 
 class CallerGoneError(Exception):
-    """The caller disconnected; there is nobody to answer."""
+    """The caller disconnected; no answer can be sent."""

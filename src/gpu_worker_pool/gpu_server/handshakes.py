@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-#: As for a request.
+#: The same as for a request.
 HANDSHAKE_SECONDS: Final = 10.0
 #: How much the kernel receives for a connection before it is read. With TLS each connection has a buffer for what is
-#: read at once, which would otherwise grow to 256 KiB, whoever sends.
+#: read at once, which would otherwise grow to 256 KiB, whatever the client sends.
 RECEIVED_BYTES: Final = 16 * 1024
-#: How long to wait after a connection could not be accepted, such as for want of files.
+#: How long to wait after a connection could not be accepted, for example because files ran out.
 PAUSE_SECONDS: Final = 0.1
 
 
@@ -35,7 +35,7 @@ class TLSListener:
         most: int,
         backlog: int,
     ) -> None:
-        """`connections`: those beyond their handshake; `most`: how many of both kinds there may be."""
+        """`connections`: those that have finished their handshake; `most`: the limit for both kinds together."""
         self._listening = listening
         self._context = context
         self._make_protocol = make_protocol
@@ -60,7 +60,7 @@ class TLSListener:
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
             if len(self._connections) + len(self._shaking) >= self._most:
-                # If all are beyond their handshake, the protocol itself makes room.
+                # If all have finished their handshake, the protocol itself makes room.
                 self._drop_oldest()
             task = self._loop.create_task(self._shake_hands(connection))
             self._shaking[task] = None
@@ -75,7 +75,7 @@ class TLSListener:
                 ssl_handshake_timeout=HANDSHAKE_SECONDS,
             )
         except (OSError, asyncio.CancelledError) as error:
-            # Nobody awaits this task: a handshake that fails is the caller's matter.
+            # Nothing awaits this task, and a failed handshake is the caller's problem.
             connection.close()
             logger.debug("a TLS handshake failed: %r", error)
 

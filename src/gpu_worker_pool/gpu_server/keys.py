@@ -1,6 +1,6 @@
 """The keys of the lease API: how they are written, and the file of keys, which is read again when it changes.
 
-A key is written `name:key` or `key`. Its name says whose requests are counted together, and others see it.
+A key is written `name:key` or `key`. Requests are counted by the name, and others see it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def digest_of(key: bytes) -> bytes:
 
 
 def parse_keys(name: str, text: str, complain: Callable[[str], object]) -> tuple[str, ...]:
-    """The usable ones as they are written; of the others only the number is reported, as they may be secrets."""
+    """The usable keys as they are written; of the others only the number is reported, as they may be secrets."""
     words = list(dict.fromkeys(re.split(r"[\s,]+", text.strip(" \t\r\n,"))))
     keys = [word for word in words if word]
     good = tuple(key for key in keys if _is_usable(key))
@@ -74,7 +74,7 @@ def keys_of(entries: Iterable[str], *, is_admin: bool) -> list[Key]:
             continue
         account = account_of_key(named[1], "")
         found.append(Key(digest_of(named[2].encode()), account, is_admin))
-        # Keys had no names at first, and some of them may hold a colon: such a key still works as it was sent then.
+        # Keys had no names at first, and old ones may contain a colon: these still work when sent as a whole.
         found.append(Key(whole, account, is_admin))
     return found
 
@@ -103,7 +103,7 @@ class KeyRing:
         self.current()
 
     def current(self) -> tuple[Key, ...]:
-        """The present ones. A file that cannot be read leaves those that were read before."""
+        """The current keys. If the file cannot be read, its previous keys stay."""
         if self._path is not None and self._now() >= self._look_at:
             self._look_at = self._now() + LOOK_SECONDS
             self._look(self._path)

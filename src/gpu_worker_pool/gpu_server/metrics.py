@@ -193,7 +193,7 @@ def _leases(broker: LeaseBroker, gpus: Sequence[GPUReading]) -> Iterator[Metric]
 def _usage(totals: Mapping[str, Any]) -> Iterator[Metric]:
     """Of leases that have ended; counted when they are written to the usage file, a second later."""
     for name, documentation, bounds in (
-        ("wait_seconds", "How long requests waited that were granted.", WAIT_BOUNDS),
+        ("wait_seconds", "How long granted requests had waited.", WAIT_BOUNDS),
         ("hold_seconds", "How long leases were held.", HOLD_BOUNDS),
     ):
         found = totals.get(name) or {"counts": [0] * (len(bounds) + 1), "sum": 0.0}
@@ -207,8 +207,8 @@ def _usage(totals: Mapping[str, Any]) -> Iterator[Metric]:
 #: Of an account, by its name in the totals.
 _ACCOUNT_COUNTERS: Final = {
     "leases": ("leases", "Leases of the account that have ended."),
-    "gpu_seconds": ("gpu_seconds", "GPU time of the account's ended leases; a share counts by its part of the memory."),
-    "idle_gpu_seconds": ("idle_gpu_seconds", "The part of that in which the GPU was seen to compute nothing."),
+    "gpu_seconds": ("gpu_seconds", "GPU time of the account's ended leases; shares count in proportion to memory."),
+    "idle_gpu_seconds": ("idle_gpu_seconds", "The part of that GPU time that was observed as idle."),
 }
 
 

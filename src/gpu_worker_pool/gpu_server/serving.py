@@ -99,7 +99,7 @@ def _tls_options(settings: ServerSettings) -> dict[str, str]:
         raise OSError(f"a server with TLS needs a certificate and its key: set {missing}, too")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
-    except OSError as error:  # of which SSLError is one, for files that hold something else or do not fit together
+    except OSError as error:  # SSLError is one: for files that hold something else or do not match
         raise OSError(
             f"the certificate {certificate} with the key {key} cannot be used: {error.strerror or error}"
         ) from None
@@ -155,7 +155,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         context = self.config.ssl
-        # Those with TLS are ours: uvicorn would know of a connection, and close it, only after its handshake.
+        # We accept TLS connections ourselves: uvicorn would know of one, and close it, only after its handshake.
         await super().startup(sockets if context is None else [])
         loop = asyncio.get_running_loop()
         if context is not None:

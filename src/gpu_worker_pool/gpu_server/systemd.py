@@ -13,12 +13,12 @@ _EVERY_SECONDS: Final = 0.02
 _OURS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # compared, not bound
 #: The first socket that systemd passes on.
 _FIRST_DESCRIPTOR: Final = 3
-#: Some of them, so that one that is late does not end the server.
+#: How many per `WatchdogSec`, so that one that is late does not end the server.
 _SIGNS_OF_LIFE_PER_LIMIT: Final = 3
 
 
 async def accompany(host: str, port: int) -> None:
-    """For as long as the server runs: say when it accepts connections, and then that its event loop is alive."""
+    """While the server runs: report when it accepts connections, and then that its event loop is alive."""
     if not _address():
         return
     # The port is opened after the application has started, or by another process: so try until it answers.

@@ -26,7 +26,7 @@ BACKLOG: Final = 2048
 #: The credentials say who a caller is, so any user may connect.
 SOCKET_MODE: Final = 0o666
 FOLDER_MODE: Final = 0o755
-#: How long another server has to accept or refuse a connection; longer than it takes one that is busy.
+#: How long another server has to accept or refuse a connection; longer than a busy one takes.
 PROBE_SECONDS: Final = 2.0
 
 

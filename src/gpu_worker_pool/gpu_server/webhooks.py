@@ -1,8 +1,7 @@
-"""Tells the webhooks of the policy what happens to leases. Nothing waits for it, and no grant depends on it.
+"""Sends events of leases to the webhooks of the policy. Nothing waits for it, and no grant depends on it.
 
-One process of a ledger sends: the server that has the lock. Each address has a queue of its own, which is bounded; a
-message that cannot be delivered is tried again a few times and then dropped. What happens while no server runs is not
-sent.
+Of the servers that share a ledger, the one with the lock sends. Each address has its own bounded queue; a message that
+cannot be delivered is tried again a few times and then dropped. Events while no server runs are not sent.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-#: Messages that wait for one address; of more, the oldest are dropped.
+#: Messages that wait for one address; beyond that, the oldest are dropped.
 MOST_WAITING: Final = 1000
 TRIES: Final = 6
 LONGEST_PAUSE_SECONDS: Final = 60.0
@@ -81,7 +80,7 @@ class Webhooks:
             self.send(event, after.lease, "; ".join(after.reasons))
 
     def send(self, event: str, lease: Lease, reason: str = "") -> None:
-        """To each address that wants this event."""
+        """Queue the message for each address that wants this event."""
         wanted = [webhook for webhook in self._policy().webhooks if event in webhook.events]
         if not wanted or not self._is_sender():
             return
@@ -181,7 +180,7 @@ class Webhooks:
 
 
 def signed(secret: bytes, body: bytes, at: float) -> dict[str, str]:
-    """The headers by which a receiver knows that the message is ours, and not an old one."""
+    """The headers that prove to a receiver that the message is ours, and not an old one."""
     timestamp = str(int(at))
     digest = hmac.new(secret, f"{timestamp}.".encode() + body, "sha256").hexdigest()
     return {TIMESTAMP: timestamp, SIGNATURE: f"sha256={digest}"}
@@ -211,7 +210,7 @@ def _body(webhook: Webhook, values: Mapping[str, Any]) -> bytes:
         return json.dumps(values, separators=(",", ":")).encode()
     texts = {name: _text(value) for name, value in values.items()}
     if webhook.template.lstrip().startswith(("{", "[")):
-        # Within JSON: a label with a quote must not end the text it stands in.
+        # Within JSON: a quote in a label must not end the string that contains it.
         texts = {name: json.dumps(text)[1:-1] for name, text in texts.items()}
     return Template(webhook.template).safe_substitute(texts).encode()
 

@@ -1,4 +1,4 @@
-"""Counts wrong keys, so that whoever tries many is refused faster and with less work; a right key always passes."""
+"""Counts wrong keys, so that callers that try many are refused with less work; a right key always passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 #: How many wrong keys an address may send at once, and how many per second in the long run.
 BURST: Final = 20
 PER_SECOND: Final = 1.0
-#: How many addresses are remembered; of more, those that were silent longest are forgotten.
+#: How many addresses are remembered; beyond that, those that were silent longest are forgotten.
 MOST_ADDRESSES: Final = 4096
 
 
@@ -27,7 +27,7 @@ class WrongKeys:
         self._counts: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def seconds_to_wait(self, address: str) -> int:
-        """Count one more; 0 while there are few, else after how many seconds the next one counts as one of few."""
+        """Count one more; 0 while there are few, else the seconds until the next one is allowed."""
         now, address = self._clock(), network_of(address)
         count, at = self._counts.pop(address, (0.0, now))
         count = max(count - (now - at) * PER_SECOND, 0.0)

@@ -1,6 +1,6 @@
 """Chooses the endpoints of a program that names none, and makes a lease service for each of them.
 
-The command line, the executor and what else acquires leases for processes choose alike: the given endpoints, else the
+The command line, the executor and the pytest plugin choose in the same way: the given endpoints, else the
 documented variables, else `local://`.
 """
 
@@ -68,7 +68,7 @@ def local_state_directory() -> Path:
 
 
 def granting_state_directory() -> Path:
-    """The same for a program that acquires GPUs, which says whose jobs it does not see."""
+    """The same for a program that acquires GPUs; it reports if only this user's jobs are coordinated."""
     directory = local_state_directory()
     announce_privacy(say=logger.error)
     return directory

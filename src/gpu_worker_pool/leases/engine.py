@@ -37,7 +37,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 #: Time limit of `stop` for giving back leases and withdrawing requests; leases left after that expire.
 STOP_SECONDS = 5.0
-#: The part of it for releases that failed at the first try: nobody should wait long for a server that is down.
+#: The part of it for releases that failed at the first try: `stop` must not wait long for a server that is down.
 RETRIES_AT_STOP_SECONDS = 2.0
 #: After that, the time limit for cancelled tasks to end.
 CANCELLED_TASKS_SECONDS = 0.5
@@ -50,7 +50,7 @@ RELEASE_SECONDS = 4.0
 #: A shorter outage is not worth a report.
 UNREPORTED_SECONDS = 5.0
 
-#: How long before its time limit the holder of a lease is told.
+#: How long before its time limit the holder of a lease is warned.
 GRACE_SECONDS = 30.0
 
 #: Errors by which the ledger says that the lease is not ours any more.
@@ -82,7 +82,7 @@ class LeaseEngine:
         self._on_trouble = on_trouble
         self._on_ending = on_ending
         self._on_yield_asked = on_yield_asked
-        #: By request id: what the holder was told last of those who ask for its lease.
+        #: By request id: the yield request that was last reported to the holder.
         self._notices: dict[str, str] = {}
         self._grace_seconds = grace_seconds
         self._is_overdue_final = is_overdue_final
@@ -182,7 +182,7 @@ class LeaseEngine:
             except (GPUWorkerPoolError, TimeoutError) as failure:
                 error = failure
                 if isinstance(error, ServiceRetryableError) and error.is_lease_held:
-                    lease.renewed(sent_at)  # nobody can write that down, so nobody can end it either
+                    lease.renewed(sent_at)  # no process can write the ledger, so none can end the lease either
             except Exception as failure:
                 # A bug in this program must not end the renewals silently, nor be logged at every attempt.
                 error = failure

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.api.client import holder_body, requirements_body
-from gpu_worker_pool.api.decoder import QueuePosition
+from gpu_worker_pool.api.lease_decoder import QueuePosition
 from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.errors import GPUWorkerPoolError, RetryableError
 from gpu_worker_pool.leases.lease import HeldLease, LeasedGPU, StillWaiting, YieldNotice
@@ -37,7 +37,7 @@ class HTTPLeaseService:
         `is_bound_to_host`: where the server is in a fleet, requests are for GPUs of its host alone.
         """
         self.endpoint_id = endpoint_id
-        #: The servers of one fleet, of which any will do: the first is asked, and becomes the last when it is silent.
+        #: The servers of one fleet, all equivalent: the first is asked, and moves to the end if it does not answer.
         self._servers = [api]
         self._is_bound_to_host = is_bound_to_host
         self._enclosing_tokens = {} if enclosing_tokens is None else enclosing_tokens

@@ -74,7 +74,7 @@ class InheritedLease:
 
 
 def _suitable(gpus: Iterable[LeasedGPU], requirements: Requirements) -> list[LeasedGPU]:
-    """Only what tells GPUs apart counts; the rest was checked when the lease was granted."""
+    """Only what distinguishes GPUs matters; the rest was checked when the lease was granted."""
     return [gpu for gpu in gpus if _is_suitable(gpu, requirements)]
 
 

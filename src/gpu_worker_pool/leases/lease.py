@@ -147,7 +147,7 @@ class HeldLease:
         self.within = within
         #: Granted by the pool of this process, which needs no renewal.
         self.assignment = assignment
-        #: Infinite for what lasts until it is released.
+        #: Infinite for a lease that lasts until it is released.
         self.ttl_seconds: float = math.inf if request.ttl_seconds is None else request.ttl_seconds
         self._now = now
         self._pid = os.getpid()
@@ -217,7 +217,7 @@ class HeldLease:
 
     @property
     def is_overdue(self) -> bool:
-        """It was not renewed for its TTL, so it may be another's by now."""
+        """It was not renewed for its TTL, so its GPUs may have another holder by now."""
         return self._now() >= self.held_until
 
     @property

@@ -47,7 +47,7 @@ class LeaseThread:
         self._on_ending = on_ending
         self._on_asked = on_asked
         self.pid: int = os.getpid()
-        # Not what a policy would make: it must work the same in every program.
+        # Not the loop of the event loop policy: it must work the same in every program.
         self._loop = asyncio.SelectorEventLoop()
         self._loop.set_debug(False)  # the program's debug mode is about its own loop
         self._is_stop_wanted = asyncio.Event()
@@ -72,7 +72,7 @@ class LeaseThread:
         return self.pid == os.getpid()
 
     def call(self, function: Callable[..., object], *args: object) -> bool:
-        """Have it called soon, in the order of these calls; False if nothing is called any more."""
+        """Call it soon in the thread, in the order of these calls; False if the thread has ended."""
         if not self.is_here:
             return False
         try:
@@ -82,7 +82,7 @@ class LeaseThread:
         return True
 
     def do(self, work: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
-        """Have it done to its end, even if the caller stops waiting for it."""
+        """Run it to its end in the thread, even if the caller stops waiting for it."""
         done: concurrent.futures.Future[T] = concurrent.futures.Future()
         if not self.call(self._begin, work, done):
             done.set_exception(PoolStoppedError("the client has been stopped"))
@@ -122,7 +122,7 @@ class LeaseThread:
                 await close()
 
     def close_with(self, close: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Have it awaited at the very end."""
+        """Await it at the very end."""
         self._closers.append(close)
 
     def session(self) -> aiohttp.ClientSession:
@@ -138,7 +138,7 @@ class LeaseThread:
         def settle(task: asyncio.Task[T]) -> None:
             if done.cancelled() or not done.set_running_or_notify_cancel():
                 if not task.cancelled():
-                    task.exception()  # nobody will ask for it
+                    task.exception()  # it is not awaited
             elif task.cancelled():
                 done.set_exception(PoolStoppedError("the client was stopped meanwhile"))
             elif (error := task.exception()) is not None:

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 #: A waiting thread wakes this often, so that Ctrl-C reaches it and its caller can say that it waits.
 WAKE_SECONDS: Final = 0.5
-#: While others wait for the answer to whether somebody waits, a short silence counts as yes.
+#: If the answer to whether others wait does not come within this time, it counts as yes.
 QUEUE_SECONDS: Final = 2.0
 
 
 class OwnLeases:
     """One lease at a time. Only one thread at a time may call it.
 
-    The endpoints are those of the environment, read with the first request: what the leases put into the environment
+    The endpoints are those of the environment at the first request: what the leases put into the environment
     later does not count.
     """
 

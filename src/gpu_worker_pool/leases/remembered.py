@@ -57,7 +57,7 @@ def server_leases(
         advice=advice,
     )
     enclosing_tokens: dict[str, str] = {}
-    # What acquires leases for processes of this host wants GPUs of this host.
+    # These leases are for processes of this host, so they must have GPUs of this host.
     service = HTTPLeaseService(endpoint.endpoint_id, api, enclosing_tokens, is_bound_to_host=True)
     return RememberedLeases(
         endpoint.endpoint_id,

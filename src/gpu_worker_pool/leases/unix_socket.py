@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.api.client import APIClient
-from gpu_worker_pool.api.decoder import read_lease_row
 from gpu_worker_pool.api.gpu_rows import summary_totals
+from gpu_worker_pool.api.lease_decoder import read_lease_row
 from gpu_worker_pool.api.transport import make_session
 from gpu_worker_pool.api.unix_socket import SOCKET_URL
 from gpu_worker_pool.config import LOCAL_ENDPOINT

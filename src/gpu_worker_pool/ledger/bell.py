@@ -1,8 +1,8 @@
-"""Wakes the processes that a commit concerns, so that they need not wait until they look by themselves.
+"""Wakes the processes that a commit concerns, so that they need not wait for their next check.
 
-A ring is an empty datagram to a socket in the kernel's own namespace of names, so nothing is left behind by a process
-that was killed. It says nothing, and nothing depends on it: who is not reached, because it is in another network
-namespace or its waker died, finds the commit when it next looks.
+A ring is an empty datagram to an abstract Unix socket, so a killed process leaves nothing behind. Nothing depends on
+it: a process that it does not reach, because it is in another network namespace or its waker died, finds the commit at
+its next check.
 """
 
 from __future__ import annotations

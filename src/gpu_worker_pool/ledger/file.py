@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 #: How long to wait for another process that writes: it may be stopped in the middle of a transaction.
 BUSY_SECONDS: Final = 5.0
-#: Also for an event that has waited that long behind another one: most locks last for a moment.
+#: The limit also includes an event's wait behind another one: most locks last only a moment.
 LEAST_WAIT_SECONDS: Final = 0.2
-#: How long files of other users may be closed to us before that counts.
+#: How long another user's file may be inaccessible before that is an error.
 SETTLE_SECONDS: Final = 0.3
 _MAGIC: Final = b"SQLite format 3\0"
 _HEADER_BYTES: Final = 100
@@ -183,7 +183,7 @@ class LedgerFile:
         return found.st_dev, found.st_ino
 
     # --- the same files as before ---
-    # Looking who uses deleted files takes long where many processes run. The same files as when this was last looked at
+    # Finding who uses deleted files takes long where many processes run. The same files as at the last check
     # are not replaced.
 
     def _known_identity(self) -> bytes | None:
@@ -259,7 +259,7 @@ class LedgerFile:
 
 
 def _check_not_replaced(path: Path) -> None:
-    """Who still uses files that were deleted or replaced would see nothing of ours, and may hold GPUs."""
+    """A process that still uses deleted or replaced files would not see our leases, and may hold GPUs."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while (who := user_of_deleted(path)) is not None:
         # SQLite itself deletes the files beside the ledger, and closes them a moment later.

@@ -47,7 +47,7 @@ def readers(database: Path) -> list[str]:
 def user_of_deleted(database: Path) -> str | None:
     """A process that uses files of this name which were deleted or replaced; None also where that cannot be seen."""
     deleted = {f"{database.resolve()}{ending} (deleted)" for ending in _ENDINGS}
-    # Those who use the files that are there may have lost one of them; else whoever uses any ledger may be the one.
+    # First the processes that use the present files, as only one of these may have been replaced; else all of them.
     users = {lock.pid for lock in _locks_on(database)}
     for pid in users or users_of_databases():
         with suppress(OSError):  # another user's, or gone by now
@@ -57,7 +57,7 @@ def user_of_deleted(database: Path) -> str | None:
 
 
 def users_of_databases() -> set[int]:
-    """All who have a SQLite database open as ledgers are: only their open files are worth a look, which takes long."""
+    """The processes that have any SQLite database open as ledgers are: only their open files need to be searched."""
     return {lock.pid for lock in _locks() if lock.first_byte <= _USE_LOCK_BYTE <= lock.last_byte}
 
 

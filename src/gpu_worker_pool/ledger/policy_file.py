@@ -2,7 +2,7 @@
 
 `/etc/gpu-pool/policy.toml` wins over `GPU_POOL_POLICY`, which only a server reads: a user cannot choose a policy. The
 last policy that could be read is stored in the ledger: a file with a mistake leaves it in force, and programs that do
-not see the file, such as those in a container, go by it too.
+not see the file, such as those in a container, follow it too.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 VARIABLE: Final = "GPU_POOL_POLICY"
-#: For all programs of this host.
+#: The policy file of the host.
 HOST_FILE: Final = Path("/etc/gpu-pool/policy.toml")
-#: How often to look whether it has changed.
+#: How often to check whether it has changed.
 LOOK_SECONDS: Final = 1.0
 #: Policies are written by hand: a larger file is not one.
 MOST_BYTES: Final = 256 * 1024
@@ -71,7 +71,7 @@ class PolicyFile:
         self._host_file = host_file or HOST_FILE
         self._clock = clock
         self._look_at = -math.inf
-        #: What was seen of the file at the last look: its path, and what changes when it is written.
+        #: The state of the file at the last check: its path, and what changes when it is written.
         self._seen: tuple[object, ...] | None = None
         self._has_changed = False
         #: The last one that this process has read from a file.
@@ -100,7 +100,7 @@ class PolicyFile:
             text = read_text(path)
             _parse(text, str(path))
         except PolicyError as error:
-            self._use(stored, f"{error}; {'the policy before it' if stored else 'no policy'} is in force")
+            self._use(stored, f"{error}; {'the previous policy' if stored else 'no policy'} is in force")
             return stored
         stored = self._own = StoredPolicy(str(path), text)
         self._use(stored, None)
@@ -113,7 +113,7 @@ class PolicyFile:
             else:
                 named = _parse(stored.text, stored.source)
                 if stored != self._own:
-                    # Whoever may write to the ledger may have written them: a server would send, and sign, for them.
+                    # Any user who can write to the ledger may have set them, and a server would sign and send them.
                     named = replace(named, webhooks=())
                 self.in_force = PolicyInForce(named.policy(accounts_named), stored.source, problem)
         except PolicyError as error:  # written by a newer version
@@ -171,7 +171,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise PolicyError(f"{path} cannot be read: {error.strerror}") from None
     if len(content) > MOST_BYTES:
-        raise PolicyError(f"{path} is larger than {MOST_BYTES // 1024} KiB: that is no policy")
+        raise PolicyError(f"{path} is larger than {MOST_BYTES // 1024} KiB, too large for a policy")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -204,9 +204,9 @@ def _uid_of(name: str) -> int | None:
 
 
 def groups_of(account: str, policy: Policy) -> tuple[str, ...] | None:
-    """Those groups of a user that the policy names; None if there are none.
+    """The groups of a user that the policy names; None if there are none.
 
-    As the system's database lists them: a process can drop its groups.
+    From the system's database, because a process can drop its groups.
     """
     kind, _, number = account.partition(":")
     if kind != "user" or not policy.groups or not number.isdecimal():

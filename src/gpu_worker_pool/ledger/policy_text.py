@@ -24,9 +24,9 @@ _TOP: Final = (EVERYONE, "account", "group", "idle", "webhook", "metrics")
 _LIMITS: Final = ("most_gpus", "most_waiting", "highest_priority", "longest_time", "idle_may_be_asked")
 _DURATION: Final = 'a time such as "90s", "30m", "8h" or "2d"'
 _URL: Final = re.compile(r"https?://[^\s/@?#]+(?:/[^\s#]*)?")
-#: As in an error of `tomllib`.
+#: The position in an error of `tomllib`.
 _PLACE: Final = re.compile(r"\s*\(at (?:line (\d+), column \d+|end of document)\)")
-#: A value with more lines is not looked into: finding its end takes quadratic time.
+#: A value with more lines is not examined: finding its end takes quadratic time.
 _MOST_LINES: Final = 500
 _NUMBER: Final = re.compile("[0-9A-Za-z_]+")
 #: Line breaks, as TOML defines them.
@@ -150,7 +150,7 @@ class _Reader:
         events = self._names((*path, "events"), table.get("events", list(WEBHOOK_EVENTS)))
         for event in events:
             if event not in WEBHOOK_EVENTS:
-                raise self._at((*path, "events"), f"there is no event {event!r}, only {', '.join(WEBHOOK_EVENTS)}")
+                raise self._at((*path, "events"), f"{event!r} is not an event; there are {', '.join(WEBHOOK_EVENTS)}")
         template, secret_file = self._text_of(path, table, "template"), self._text_of(path, table, "secret_file")
         if template is not None and len(template) > LONGEST_TEMPLATE:
             raise self._at((*path, "template"), f"template must have at most {LONGEST_TEMPLATE} characters")
@@ -213,7 +213,7 @@ class _Reader:
     # --- sentences ---
 
     def _at(self, path: _Path, what: str) -> PolicyError:
-        """The line of what is at this path, else of the table around it."""
+        """The error with the line of this path, or of the table around it."""
         if self._lines_known is None:
             self._lines_known = _lines_of(self._text)
         while path and path not in self._lines_known:
@@ -229,7 +229,7 @@ def _shown(found: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-# --- lines, which `tomllib` does not tell ---
+# --- lines, which `tomllib` does not report ---
 
 
 def _line_of_longest_number(text: str) -> int:
@@ -297,7 +297,7 @@ def _path_of_header(content: Any) -> tuple[_Path, bool]:
 
 
 def _numbered(path: _Path, tables: Mapping[_Path, int]) -> _Path:
-    """With the number of the element that a header inside a list of tables means: the last one."""
+    """The path with element numbers: a header inside a list of tables means its last element."""
     found: list[str] = []
     for position, key in enumerate(path, 1):
         found.append(key)

@@ -1,4 +1,4 @@
-"""Reads what was used of this host's GPUs without a server: the usage files, and the leases that are still held."""
+"""Reads the use of this host's GPUs without a server: from the usage files, and the leases that are still held."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from gpu_worker_pool.core.fair_share import weight_of
 from gpu_worker_pool.core.moves import LeaseState
 from gpu_worker_pool.core.remembered import Outcome
 
@@ -20,7 +21,7 @@ RELEASED, LOST, UNCLAIMED, HELD = "released", "lost", "unclaimed", "held"
 #: Upper bounds of the histograms of waiting and holding.
 WAIT_BOUNDS: Final = (1.0, 10.0, 60.0, 300.0, 1800.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 86_400.0)
 HOLD_BOUNDS: Final = (10.0, 60.0, 600.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 86_400.0, 7 * 86_400.0)
-#: Of further accounts only the sum is counted.
+#: Further accounts are only counted as a sum.
 MOST_ACCOUNTS: Final = 1000
 OTHER_ACCOUNTS: Final = "others"
 
@@ -28,7 +29,7 @@ OTHER_ACCOUNTS: Final = "others"
 def records_of(
     pool: Pool, ended: Iterable[object], now: float, wall_clock: Callable[[], float]
 ) -> Iterator[dict[str, Any]]:
-    """Of those of `ended` that are outcomes; `wall_clock`: seconds since 1970, of which the pool knows nothing."""
+    """The records of the outcomes among `ended`; `wall_clock`: seconds since 1970, which the pool does not know."""
     for outcome in ended:
         if isinstance(outcome, Outcome):
             began_at = wall_clock() - now
@@ -39,7 +40,7 @@ def records_of(
 
 
 def records_of_held(pool: Pool, now: float, wall_clock: Callable[[], float]) -> list[dict[str, Any]]:
-    """Of the leases that are held, as if they ended now."""
+    """The records of the leases that are held, as if they ended now."""
     began_at = wall_clock() - now
     held = (lease for lease in pool.leases if lease.state is LeaseState.HELD)
     return [_of_lease(pool, lease, now, began_at, None) for lease in held]
@@ -70,7 +71,7 @@ def _of_request(request: Request, ended_at: float, began_at: float, outcome: Out
 
 def _of_lease(pool: Pool, lease: Lease, at: float, began_at: float, outcome: Outcome | None) -> dict[str, Any]:
     quarantine, use = lease.quarantine, lease.use
-    # Its holder had it until then; in quarantine it was nobody's.
+    # Its holder had it until then; in quarantine it had no holder.
     held_until = at if quarantine is None else quarantine.since
     held_seconds = max(held_until - lease.granted_at, 0.0)
     was_offered = lease.state is LeaseState.OFFERED
@@ -91,20 +92,11 @@ def _of_lease(pool: Pool, lease: Lease, at: float, began_at: float, outcome: Out
         "waited_seconds": _seconds(lease.granted_at - lease.requested_at),
         "held_seconds": _seconds(held_seconds),
         "quarantine_seconds": _seconds(at - held_until),
-        "gpu_seconds": _seconds(held_seconds * gpus_of(pool, lease)) if is_counted else 0.0,
+        "gpu_seconds": _seconds(held_seconds * weight_of(lease, pool.allocator.gpus)[0]) if is_counted else 0.0,
         "observed_seconds": 0.0 if use is None else _seconds(use.observed_seconds),
         "idle_seconds": None if use is None or use.idle_seconds is None else _seconds(use.idle_seconds),
         "memory_used_mb": None if use is None else use.most_memory_mb,
     }
-
-
-def gpus_of(pool: Pool, lease: Lease) -> float:
-    """How many GPUs it counts as: a share by its part of the memory, where that is known."""
-    requirements = lease.request.requirements
-    if not requirements.share or requirements.memory_mb is None:
-        return float(len(lease.gpu_ids))
-    totals = [None if gpu.last_seen is None else gpu.last_seen.memory_total_mb for gpu in pool.leases.gpus_of(lease)]
-    return sum(1.0 if not total else min(requirements.memory_mb / total, 1.0) for total in totals)
 
 
 def moment(seconds: float) -> str:
@@ -112,7 +104,7 @@ def moment(seconds: float) -> str:
 
 
 def seconds_of(text: str) -> float | None:
-    """Of a moment in a record; None for what is none."""
+    """Seconds since 1970 of a moment in a record; None if the text is not one."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError, OSError):
@@ -144,7 +136,7 @@ def add_to_totals(totals: dict[str, Any], records: Iterable[dict[str, Any]]) -> 
 
 
 def idle_gpu_seconds(record: dict[str, Any]) -> float | None:
-    """Of all its GPUs; None where nothing is known."""
+    """Idle GPU seconds of a lease; None if unknown."""
     idle, held = record["idle_seconds"], record["held_seconds"]
     return None if idle is None or held <= 0 else record["gpu_seconds"] * min(idle / held, 1.0)
 

@@ -17,12 +17,12 @@ BY: Final[tuple[By, ...]] = get_args(By)
 #: What a lease without a label is listed as.
 NO_LABEL: Final = "(no label)"
 ALL: Final = "all"
-#: Of a request that was not granted.
+#: The row of requests that were not granted.
 REFUSED: Final = "rejected"
 
 
 class Span(NamedTuple):
-    """From when to when, in seconds since 1970."""
+    """A period, in seconds since 1970."""
 
     begin: float
     end: float
@@ -35,7 +35,7 @@ class Row:
     name: str
     leases: int = 0
     gpu_seconds: float = 0.0
-    #: Of the GPU seconds that were observed; the others may have been idle, too.
+    #: Idle GPU seconds among the observed ones; the others may have been idle, too.
     idle_gpu_seconds: float = 0.0
     observed_gpu_seconds: float = 0.0
     waits: list[float] = field(default_factory=list)
@@ -68,9 +68,9 @@ def summarize(
 
 
 class UsageSums:
-    """Sums of records that are given one after the other: of many, there need not be room for all of them.
+    """Sums of records that are added one at a time, so that they need not all fit into memory.
 
-    Of a lease that was held only partly within `span`, that part counts; its wait counts where it was granted.
+    Only the part of a lease within `span` counts; its wait counts where it was granted.
     """
 
     def __init__(self, by: By, span: Span, name_of: Callable[[dict[str, Any]], str]) -> None:
@@ -88,9 +88,9 @@ class UsageSums:
 
     def add(self, record: dict[str, Any]) -> None:
         if record.get("within") is not None:
-            return  # it divides what another lease has
+            return  # it is part of another lease
         if record["how"] == UNCLAIMED:
-            return  # its program never knew of it
+            return  # its program never learned of it
         if record["kind"] != "lease":
             _add_request(record, self._by, self._span, self._row, self._name_of)
             return
@@ -112,7 +112,7 @@ class UsageSums:
 
 
 def total_of(records: Iterable[dict[str, Any]], span: Span) -> Row:
-    """Of all of them; a lease of several GPUs or days counts once."""
+    """The sums of all rows; a lease of several GPUs or days counts once."""
     return next(iter(summarize(records, "user", span, lambda _: ALL)), Row(ALL))
 
 
@@ -199,7 +199,7 @@ def _day_name(at: float) -> str:
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The smallest value that so many percent do not exceed; None without values."""
+    """The smallest value that `percent` of the values do not exceed; None without values."""
     if not values:
         return None
     ordered = sorted(values)

@@ -226,7 +226,7 @@ class Tables:
             self._execute("INSERT OR REPLACE INTO policy VALUES (1, ?, ?)", policy)
 
     def to_record(self, records: Iterable[dict[str, Any]]) -> bool:
-        """Remember these, in the transaction that ends what they are about; whether there are any."""
+        """Store these records, in the transaction that ends their requests; whether there are any."""
         is_any = False
         for record in records:
             is_any = True
@@ -234,7 +234,7 @@ class Tables:
         return is_any
 
     def has_unrecorded(self, count: int) -> bool:
-        """Whether there are at least so many of them."""
+        """Whether there are at least this many of them."""
         select = "SELECT count(*) FROM (SELECT 1 FROM unrecorded LIMIT ?)"
         return int(self._execute(select, (count,)).get) >= count
 
@@ -245,11 +245,11 @@ class Tables:
         return [(number, record) for number, record in rows]
 
     def recorded(self, last_number: int) -> None:
-        """Those up to this one are in a usage file."""
+        """Remove the records up to this one, which are in a usage file."""
         self._execute("DELETE FROM unrecorded WHERE number <= ?", (last_number,))
 
     def forget_unrecorded(self) -> int:
-        """Where they cannot be written for long: the file must not grow without bound. Returns how many were lost."""
+        """Remove the oldest beyond a limit: the ledger must not grow without bound. Returns how many were lost."""
         newest = self._execute("SELECT max(number) FROM unrecorded").get or 0
         self._execute("DELETE FROM unrecorded WHERE number <= ?", (newest - MOST_UNRECORDED,))
         return int(self._execute("SELECT changes()").get)
@@ -325,7 +325,7 @@ class Tables:
             self._execute(
                 "INSERT OR REPLACE INTO later_lease_fields VALUES (?, ?)", (known.request.request_id, _encode(of_lease))
             )
-        elif kind != _WAITER:  # such as a holder that was asked to yield by one who has left
+        elif kind != _WAITER:  # such as the yield request of a client that has left
             self._execute("DELETE FROM later_lease_fields WHERE request_id = ?", (known.request.request_id,))
 
     def _write_gpu(self, gpu: GPUResourceState, revision: int) -> None:
@@ -338,7 +338,7 @@ class Tables:
     def forget_ended(self, before: float) -> bool:
         """Remove requests that ended before that time, and the oldest if they are too many or need too much space.
 
-        Whether more should be removed soon: one that ends every moment could fill the disk.
+        Returns whether more should be removed soon: requests that end all the time could fill the disk.
         """
         removed = self._execute(
             "DELETE FROM requests WHERE rowid IN (SELECT rowid FROM requests WHERE ended_at < ? LIMIT ?)"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-#: Users are looked for among this many requests, the newest.
+#: Users are searched for among this many requests, the newest.
 _NEWEST: Final = 20_000
 
 

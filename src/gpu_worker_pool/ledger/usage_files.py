@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ROTATE_BYTES: Final = 16 * 1024 * 1024
 #: How many numbered ones are kept: about 400,000 records in all.
 KEPT_FILES: Final = 10
-#: Longer lines are not ours.
+#: Longer lines were not written by this program.
 LONGEST_LINE: Final = 64 * 1024
 
 
@@ -48,7 +48,7 @@ class UsageFile:
             if is_new:
                 share_file(descriptor, self.path.parent)
             content = "".join(f"{line}\n" for line in lines).encode()
-            if _ends_in_a_line(descriptor):
+            if _is_cut_off(descriptor):
                 content = b"\n" + content  # the disk was full, or a process was killed, in the middle of it
             if os.write(descriptor, content) < len(content):
                 raise OSError(f"{self.path} could not be written to the end: is the disk full?")
@@ -70,7 +70,7 @@ class UsageFile:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Of a shared folder: a link is not followed, and a pipe does not make it wait. Raises an `OSError`."""
+    """Open a file of a shared folder: links are not followed, pipes do not block. Raises an `OSError`."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:
         check_ordinary(descriptor, path)
@@ -80,7 +80,7 @@ def _open(path: Path, flags: int) -> int:
     return descriptor
 
 
-def _ends_in_a_line(descriptor: int) -> bool:
+def _is_cut_off(descriptor: int) -> bool:
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 
@@ -92,7 +92,7 @@ def _numbered(path: Path, number: int) -> Path:
 @dataclass
 class UsageRead:
     records: list[dict[str, Any]] = field(default_factory=list)
-    #: Lines that are no records, and files that could not be read, with the reason.
+    #: Lines that are not records, and files that could not be read, with the reason.
     broken_lines: int = 0
     unreadable: list[str] = field(default_factory=list)
 
@@ -136,7 +136,7 @@ _LEASE_NUMBERS: Final = ("waited_seconds", "held_seconds", "gpu_seconds")
 
 
 def parse_record(line: bytes | str) -> dict[str, Any] | None:
-    """None for what is no record: the file belongs to many users, and a write may have been cut off."""
+    """None if it is not a record: many users can write the file, and a write may have been cut off."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Drives the core over a workload: hosts whose GPUs are idle unless held, and jobs that hold them for a while."""
+"""Runs the core over a workload: hosts whose GPUs are idle unless held, and jobs that hold them for a while."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Cluster:
         )
         try:
             self._apply(Requested(request), at)
-        except PolicyLimitError:  # too many of its account wait: it is refused, and nobody asks again
+        except PolicyLimitError:  # too many of its account wait: it is refused, and not sent again
             del self._jobs[name]
 
     def _apply(self, event: Released | Requested | Ticked, at: float) -> None:

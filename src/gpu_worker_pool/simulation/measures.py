@@ -75,7 +75,7 @@ def _idle_while_waiting(begun: Iterable[tuple[Job, Any]], gpus: int) -> float:
 
 
 def _most_overtaken(begun: Sequence[tuple[Job, Any]]) -> int:
-    """By how many that arrived later, of those that also wait: the largest number for one job."""
+    """The most jobs that arrived later than a waiting job and started before it."""
     order = sorted(range(len(begun)), key=lambda place: (begun[place][1].seconds, place))
     # Counts those that began before and are later by arrival: a Fenwick tree over places.
     size = len(begun)

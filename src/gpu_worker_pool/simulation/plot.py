@@ -17,7 +17,7 @@ WIDTH, HEIGHT = 960, 560
 #: How many moments a line has.
 POINTS = 600
 _LEFT, _RIGHT, _TOP, _BETWEEN, _BOTTOM = 70, 20, 50, 60, 40
-#: Told apart also by those who do not see all colours.
+#: Distinguishable with colour blindness.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 
 

@@ -17,7 +17,7 @@ def is_recording(text: str) -> bool:
 
 
 def jobs_of(lines: Iterable[str]) -> Iterator[Job | None]:
-    """For each record its job; None for what never held a GPU, and for what is no record.
+    """The job of each record; None for requests that never held a GPU, and for lines that are not records.
 
     Arrivals are in seconds since 1970. A share counts as a whole GPU.
     """

@@ -33,7 +33,7 @@ def offered_load(jobs: Sequence[Job], gpus: int) -> float:
 
 
 def at_load(jobs: Sequence[Job], gpus: int, load: float) -> list[Job]:
-    """The same with all arrivals stretched or squeezed by one factor, so that the offered load is this."""
+    """The same with all arrivals stretched or compressed by one factor, so that the offered load is `load`."""
     factor = offered_load(jobs, gpus) / load
     if not 0 < factor < math.inf:
         return list(jobs)
@@ -41,7 +41,7 @@ def at_load(jobs: Sequence[Job], gpus: int, load: float) -> list[Job]:
 
 
 def in_order(jobs: Sequence[Job]) -> list[Job]:
-    """By arrival; of those that arrive at the same moment, as they are listed."""
+    """Sorted by arrival; jobs that arrive at the same moment keep their order."""
     return sorted(jobs, key=lambda job: job.arrival_seconds)
 
 

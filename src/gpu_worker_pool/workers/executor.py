@@ -208,7 +208,7 @@ class GPUProcessPoolExecutor(Executor):
 
     @property
     def is_broken(self) -> bool:
-        """It accepts no more tasks: no GPU can ever be had for a worker, or workers cannot begin."""
+        """It accepts no more tasks: no worker can ever get a GPU, or workers cannot start."""
         return self._manager.broken is not None
 
     def release_idle(self) -> None:

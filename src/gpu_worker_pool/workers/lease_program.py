@@ -107,7 +107,7 @@ class LeaseProgram:
         self._workers: dict[int, _Worker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._resting: asyncio.TimerHandle | None = None
-        #: The executor needs no more workers, or its process is gone.
+        #: The executor needs no more workers, or its process has ended.
         self._is_over = asyncio.Event()
 
     async def live(self) -> None:

@@ -159,7 +159,7 @@ class Manager:
             while self._advance():
                 for key, mask in self._selector.select(self._seconds_to_deadline()):
                     key.data(mask)
-        except BaseException as error:  # a bug; nobody may wait for ever
+        except BaseException as error:  # a bug; no caller may wait for ever
             logger.exception("the executor has failed")
             self._break(GPUWorkerPoolError(f"the executor has failed: {error!r}"))
             for worker in self._workers:
@@ -216,7 +216,7 @@ class Manager:
         return None if math.isinf(first) else max(first - time.monotonic(), 0.0)
 
     def _deadline_of(self, waiting: Worker) -> float:
-        first_answer = 0.0 if waiting.is_answered else FIRST_ANSWER_SECONDS  # it says why there is no GPU
+        first_answer = 0.0 if waiting.is_answered else FIRST_ANSWER_SECONDS  # its answer says why there is no GPU
         return waiting.since + max(self.settings.gpu_timeout, first_answer)
 
     # --- how many workers there are ---
@@ -360,7 +360,7 @@ class Manager:
             return
         why = f": {self._workers.waiting_for}" if self._workers.waiting_for else ""
         waiting.since = math.inf  # once
-        self._fail_all(WorkerTimeoutError(f"no GPU could be had for a worker within {timeout:g} s{why}"))
+        self._fail_all(WorkerTimeoutError(f"no GPU became free for a worker within {timeout:g} s{why}"))
 
     def _break(self, error: BaseException) -> None:
         with self._lock:

@@ -76,7 +76,7 @@ def pickled_value(value: object, name: str) -> bytes:
 
 
 def pickled_exception(error: BaseException) -> bytes:
-    """With its traceback; what cannot be pickled, or not be read again, is told by a `RuntimeError`."""
+    """With its traceback; an exception that cannot be pickled, or read again, becomes a `RuntimeError`."""
     text = "".join(traceback.format_exception(error))
     for name in ("__traceback__", "__cause__", "__context__"):  # they are in the text
         object.__setattr__(error, name, None)  # also where the class allows no changes, as a frozen dataclass

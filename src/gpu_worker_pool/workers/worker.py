@@ -36,7 +36,7 @@ def main(descriptor: int) -> None:
     try:
         _work(end, interrupts)
     except BrokenPipeError:
-        sys.exit(1)  # nobody is left to tell
+        sys.exit(1)  # the executor is gone
 
 
 def _work(end: BlockingEnd, interrupts: _Interrupts) -> None:

@@ -51,7 +51,7 @@ class WorkerState(Enum):
     STARTING = "starting"
     IDLE = "idle"
     BUSY = "busy"
-    #: It was told to end.
+    #: It is being ended.
     ENDING = "ending"
 
 

@@ -77,7 +77,7 @@ def test_who_holds_the_most_waits_while_gpus_are_free_and_others_are_served() ->
     assert table.ask("a1") == ["a1: 0"]
     assert table.ask("a2") == ["a2: 1"]
     assert table.ask("a3") == []
-    assert table.why("a3") == "kept back by the policy: account ada holds 2 GPUs, its most"
+    assert table.why("a3") == "kept back by the policy: account ada holds 2 GPUs, its limit"
     assert table.ask("b1", "key:bob") == ["b1: 2"]
     # The lease that ends makes room, whichever GPU it was on.
     assert table.release("lease-1") == ["a3: 3"]

@@ -22,7 +22,7 @@ PARTS_OF_POOL = {
     "core/ending.py": "Pool ends leases by it",
     "core/leaving.py": "Pool asks holders to leave by it",
     "core/placing.py": "Pool grants for a dispatcher by it, and undoes what a host refused",
-    "core/looking.py": "Pool takes readings by it",
+    "core/observing.py": "Pool takes readings by it",
     "core/renewing.py": "Pool renews leases by it",
     "core/replication.py": "Pool.replicate takes over by it",
     "core/mirror.py": "a Pool that shows what others decided",
@@ -122,7 +122,7 @@ def test_the_parts_are_called_by_the_pool_only() -> None:
         for line in path.read_text(encoding="utf-8").splitlines()
         if not line.startswith("    ")  # those are for type checkers
         if "core.assigning import" in line
-        or "core.looking import" in line
+        or "core.observing import" in line
         or "import ending, leaving, legality" in line
     }
     assert importers == {"core/pool.py"}

@@ -86,7 +86,7 @@ async def test_whether_it_is_gone_is_known_without_waiting() -> None:
     assert not is_gone(Connection(part(b"more")).receive)
 
 
-async def test_looking_disturbs_nobody_who_waits() -> None:
+async def test_views_disturbs_nobody_who_waits() -> None:
     connection = Connection()
     waiting = asyncio.create_task(connection.receive())
     await asyncio.sleep(0)

@@ -385,17 +385,17 @@ async def test_one_endpoint_at_a_time_may_keep_gpus_for_it(track: Track) -> None
     running = asyncio.create_task(track.acquisition("a", "b", then=("c",)).run())
     await until(lambda: all(len(service.polls) >= 3 for service in track.services.values()))
 
-    def keepers() -> list[str]:
+    def reserving() -> list[str]:
         return [name for name, service in track.services.items() if service.polls[-1][1]]
 
-    assert keepers() == ["a"]
+    assert reserving() == ["a"]
     track.services["a"].failing["acquire"] = NetworkRetryableError("gone")
     track.services["a"].wake()
-    await until(lambda: keepers() in (["b"], ["a", "b"]))
+    await until(lambda: reserving() in (["b"], ["a", "b"]))
     track.services["a"].failing.clear()
     before = len(track.services["a"].polls)
     await until(lambda: len(track.services["a"].polls) > before + 2)
-    assert keepers() == ["b"]
+    assert reserving() == ["b"]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 

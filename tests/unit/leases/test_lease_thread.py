@@ -281,7 +281,7 @@ async def test_what_is_done_is_done_to_its_end_whoever_waits_for_it(thread: Leas
     assert service.held == {}
 
 
-def test_a_forked_child_has_no_keeper(thread: LeaseThread) -> None:
+def test_a_forked_child_has_no_lease_thread(thread: LeaseThread) -> None:
     service = FakeLeaseService()
     lease = hold(thread, service, ttl_seconds=0.6)
     eventually(lambda: service.count("renew"))

@@ -127,7 +127,7 @@ def test_a_bad_file_keeps_the_old_policy_and_says_so_once(place: Place, caplog: 
         assert file.update(stored) == stored
     sentence = (
         f"{place.host_file}, line 2: 'most_gpu' is not a limit; did you mean most_gpus?; "
-        "the policy before it is in force"
+        "the previous policy is in force"
     )
     assert file.in_force == (Policy(everyone=file.in_force.policy.everyone), str(place.host_file), sentence)
     assert gpus_allowed(file) == 1
@@ -186,7 +186,7 @@ def test_what_is_no_text_is_refused_in_words(place: Place) -> None:
     with pytest.raises(PolicyError, match="line 1: this is not UTF-8"):
         read_text(place.own)
     place.own.write_bytes(b"#" * (MOST_BYTES + 1))
-    with pytest.raises(PolicyError, match="is larger than 256 KiB: that is no policy"):
+    with pytest.raises(PolicyError, match="is larger than 256 KiB, too large for a policy"):
         read_text(place.own)
 
 

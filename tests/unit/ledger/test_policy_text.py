@@ -131,7 +131,7 @@ def test_the_first_that_says_something_counts() -> None:
         ),
         (
             '[[webhook]]\nurl = "http://a"\nevents = ["lost", "found"]',
-            "p.toml, line 3: there is no event 'found', only granted, ended, lost, idle",
+            "p.toml, line 3: 'found' is not an event; there are granted, ended, lost, idle",
         ),
         *(
             (f'[[webhook]]\nurl = "{url}"', f"p.toml, line 2: url must be an address such as {HOOK}, not {url!r}")

@@ -107,7 +107,7 @@ def _tables(store: PostgresStore) -> Iterator[Finding]:
     begun = time.time()
     state = store.look()
     took = time.time() - begun
-    who = "nobody is dispatcher" if state.dispatcher is None else f"dispatcher {state.dispatcher[0]}"
+    who = "no dispatcher" if state.dispatcher is None else f"dispatcher {state.dispatcher[0]}"
     yield Finding("ok", "fleet", f"{state.fleet_id}, tables of version {state.schema_version}, {who}")
     ahead = state.database_time - (begun + took / 2)
     if abs(ahead) > CLOCK_SECONDS + took:

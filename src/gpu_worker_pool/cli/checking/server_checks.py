@@ -80,7 +80,7 @@ async def _sharing(session: aiohttp.ClientSession, path: str) -> Finding:
         rows = (await client.leases())["leases"] + (await client.queue())["queue"]
         owner = _owner_of(path)
     except (GPUWorkerPoolError, OSError):
-        return Finding("wrong", SHARING, "with nobody while the server of this host does not answer")
+        return Finding("wrong", SHARING, "with no one while the server of this host does not answer")
     users = {(row.get("holder") or {}).get("user") for row in rows}
     others = [user for user in users if user and user != user_name(os.getuid())]
     text = f"every user of this host, by the ledger of its server, which runs as {owner}"

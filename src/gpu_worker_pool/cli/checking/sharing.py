@@ -78,7 +78,7 @@ def _policy(seen: LedgerUse) -> Iterator[Finding]:
     try:
         parse_policy(read_text(path), str(path))
     except PolicyError as error:
-        stays = "no policy is in force" if seen.policy is None else "the policy before it is in force"
+        stays = "no policy is in force" if seen.policy is None else "the previous policy is in force"
         yield Finding("wrong", "policy", f"{error}; {stays}", f"correct {path}: it is read again when it changes")
     else:
         yield Finding("ok", "policy", str(path))

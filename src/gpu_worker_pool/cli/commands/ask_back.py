@@ -17,8 +17,8 @@ Examples:
   gpu-pool yield lease-12 --reason "a demo at 3 pm"
 
 \b
-The holder learns it when it renews its lease, within a third of the TTL: gpu-pool run prints it,
-and does what --on-yield says; in Python on_yield_asked is called. Nobody is forced.
+The holder learns of it when it renews its lease, within a third of the TTL: gpu-pool run prints
+it, and does what --on-yield says; in Python on_yield_asked is called. No holder is forced.
 """,
 )
 @click.argument("identifiers", metavar="LEASE...", nargs=-1, required=True, shell_complete=complete_ids)

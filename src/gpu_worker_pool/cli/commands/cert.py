@@ -43,9 +43,9 @@ Examples:
     help="Make nothing: show the fingerprint of this certificate.",
 )
 def cert(*, directory: Path, names: tuple[str, ...], days: int, shown_file: Path | None) -> None:
-    """Make a certificate for a server of a lab without an authority of its own.
+    """Make a certificate for a server of a lab that has no certificate authority.
 
-    Clients trust it by its SHA-256 fingerprint, which is no secret; the key is, and only you can read it.
+    Clients trust it by its SHA-256 fingerprint, which is not secret. The key is secret, and only you can read it.
     """
     from gpu_worker_pool.api.fingerprints import fingerprint_of, shown
 
@@ -93,7 +93,7 @@ def _make(certificate: Path, key: Path, names: tuple[str, ...], days: int) -> No
             return f"IP:{ipaddress.ip_address(name)}"
         except ValueError:
             if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name):
-                raise click.UsageError(f"{name!r} is no name or address of a host (--name).") from None
+                raise click.UsageError(f"{name!r} is not a host name or address (--name).") from None
             return f"DNS:{name}"
 
     subject = f"subjectAltName={','.join(map(alternative, names))}"

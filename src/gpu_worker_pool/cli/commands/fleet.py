@@ -36,10 +36,10 @@ Examples:
 )
 @click.argument("url", required=False)
 def init(url: str | None) -> None:
-    """Make the tables of a fleet in a PostgreSQL database, or bring them up to this version.
+    """Make the tables of a fleet in a PostgreSQL database, or upgrade them to this version.
 
-    Changes nothing that is there, and may be run again at any time. Other users of this host can see the command
-    line: a password belongs into GPU_POOL_FLEET_DATABASE, or into the file that PGPASSFILE names.
+    Changes nothing that exists, and can be run again at any time. Other users of this host can see the command
+    line: put a password into GPU_POOL_FLEET_DATABASE, or into the file that PGPASSFILE names.
     """
     from gpu_worker_pool.cli.views.fleet import init_database
 
@@ -75,7 +75,7 @@ Examples:
 @click.option("--undo", is_flag=True, help="The host gets leases again.")
 @endpoint_option
 def drain(*, host: str, undo: bool, endpoints: tuple[str, ...]) -> None:
-    """Give a host no new leases. Those that it has go on until they end."""
+    """Give a host no new leases. It keeps those that it has until they end."""
     from gpu_worker_pool.cli.views.fleet import administer
 
     administer(endpoints, host, "undrain" if undo else "drain")
@@ -91,7 +91,7 @@ Example:
 @click.argument("host")
 @endpoint_option
 def remove(*, host: str, endpoints: tuple[str, ...]) -> None:
-    """Forget a host: it no longer belongs to the fleet until it joins again, also with a new ledger."""
+    """Forget a host: it leaves the fleet until it joins again, even with a new ledger."""
     from gpu_worker_pool.cli.views.fleet import administer
 
     administer(endpoints, host, "remove")
@@ -106,9 +106,9 @@ def key() -> None:
     epilog="""\
 \b
 Examples:
-  gpu-pool fleet key rotate /etc/gpu-pool/fleet.key             a new one, and the old one still counts
-  (copy the file to all hosts of the fleet: they read it again by themselves)
-  gpu-pool fleet key rotate --finish /etc/gpu-pool/fleet.key    the old one counts no longer
+  gpu-pool fleet key rotate /etc/gpu-pool/fleet.key             a new key; the old one stays valid
+  (copy the file to all hosts of the fleet: their servers notice the change)
+  gpu-pool fleet key rotate --finish /etc/gpu-pool/fleet.key    the old key is no longer valid
   (copy it again)
 """
 )

@@ -18,7 +18,7 @@ Examples:
   gpu-pool keep               inside gpu-pool run: the lease it runs in
 
 \b
-The GPU counts as used now: a policy that lets idle holders be asked to leave waits as long again.
+The GPU counts as used now: the idle time of the policy starts again.
 """
 )
 @click.argument("identifiers", metavar="[LEASE]...", nargs=-1, shell_complete=complete_ids)

@@ -58,7 +58,7 @@ Exit status: the worst of the jobs' own, 0 if all are done; 128+N if signal N en
     "most_jobs",
     type=click.IntRange(1, 1024),
     metavar="N",
-    help="Run at most N jobs at once.  [default: one on each GPU that can be had]",
+    help="Run at most N jobs at once.  [default: one on each GPU that it can get]",
 )
 @click.option(
     "--log-dir",
@@ -97,9 +97,9 @@ def map(  # noqa: A001  # the name of the command
     on_lost: str,
     words: tuple[str, ...],
 ) -> int:
-    """Run COMMAND once for each argument, each time on a GPU that nobody else has.
+    """Run COMMAND once for each argument, each job with a GPU to itself.
 
-    Arguments are given after ::: or on stdin, one per line. {} in COMMAND stands for the argument; without it, the
+    Arguments are given after ::: or on stdin, one per line. {} in COMMAND is replaced by the argument; without it, the
     argument is appended. After several ::: each combination is a job, and {1} is the argument after the first of them.
     {#} is the number of the job. The stdout of each job is written in one piece when it ends; on stderr are the states
     of the jobs and a summary. A GPU is kept from one job to the next.
@@ -132,7 +132,9 @@ def map(  # noqa: A001  # the name of the command
 def _jobs(words: tuple[str, ...]) -> list[JobWords]:
     command, sources = split_words(words)
     if not command:
-        raise click.UsageError(f"There is no command before {SEPARATOR}.")
+        raise click.UsageError(
+            f"There is no command before {SEPARATOR}; write gpu-pool map -- COMMAND {SEPARATOR} ARGUMENT"
+        )
     try:
         if not sources:
             if sys.stdin.isatty():

@@ -17,7 +17,7 @@ Examples:
 
 \b
 The holder keeps running and is informed that its lease is lost; gpu-pool run --on-lost terminate
-ends the command then. When a command ends, its GPU is released by itself.
+ends the command then. When a command ends, its GPU is released automatically.
 """
 )
 @click.argument("identifiers", metavar="ID...", nargs=-1, required=True, shell_complete=complete_ids)
@@ -26,7 +26,7 @@ ends the command then. When a command ends, its GPU is released by itself.
 def release(*, identifiers: tuple[str, ...], as_json: bool, endpoints: tuple[str, ...]) -> int:
     """End leases, or take requests out of the queue; gpu-pool leases and gpu-pool queue show their ids.
 
-    You can release your own; root, or an administrator's key in GPU_POOL_ADMIN_KEY, all of them and quarantines.
+    You can release your own; root, or an administrator's key in GPU_POOL_ADMIN_KEY, can release all, and quarantines.
     """
     from gpu_worker_pool.cli.output import print_json, printable
     from gpu_worker_pool.cli.views.release import release_all

@@ -119,7 +119,7 @@ was not granted in time (--timeout).
     default="ignore",
     show_default=True,
     metavar="terminate|ignore|signal=NAME",
-    help="What to do if somebody asks for the GPU back: a signal to the command, or nothing but a message.",
+    help="What to do if another user asks for the GPU back: send the command a signal, or only print a message.",
 )
 @click.option("--notify", metavar="CMD", help="When the GPU is granted, run CMD with a shell; nothing waits for it.")
 @click.argument(

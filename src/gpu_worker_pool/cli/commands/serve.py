@@ -63,8 +63,8 @@ ends the server.
     "--fleet",
     "GPU_POOL_FLEET_DATABASE",
     metavar="URL",
-    help="Take part in the fleet of this PostgreSQL database, and be its dispatcher if need be. A password belongs "
-    "into the variable, or into PGPASSFILE.  [default: GPU_POOL_FLEET_DATABASE]",
+    help="Join the fleet of this PostgreSQL database, as a candidate for dispatcher. Put a password "
+    "into the variable, or into the file of PGPASSFILE.  [default: GPU_POOL_FLEET_DATABASE]",
 )
 @click.option(
     "--join",
@@ -150,7 +150,7 @@ def serve(*, simulate: int | None, **chosen: str | int | bool | None) -> None:
 
 
 def _check_fleet(settings: ServerSettings) -> None:
-    """A server that was to be in a fleet must not run outside it: what cannot be used ends it."""
+    """A server that should be in a fleet must not run outside it: a setting that cannot be used ends it."""
     wanted = ("GPU_POOL_FLEET_DATABASE", "GPU_POOL_FLEET_JOIN")
     if not any(os.environ.get(name, "").strip() for name in wanted):
         return

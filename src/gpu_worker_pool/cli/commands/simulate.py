@@ -51,8 +51,8 @@ Examples:
   gpu-pool simulate /var/lib/gpu-pool/usage-real-v1.jsonl --hosts 1 --policy new.toml
 
 \b
-FILE is CSV with the columns arrival_seconds, duration_seconds, gpus, account and, where it is
-declared, expected_seconds; SWF; or what this host has recorded. Several files are taken together.
+FILE is CSV with the columns arrival_seconds, duration_seconds, gpus, account and, if times are
+declared, expected_seconds; SWF; or what this host has recorded. Several files are combined.
 """
 )
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
@@ -60,7 +60,7 @@ declared, expected_seconds; SWF; or what this host has recorded. Several files a
 @click.option(
     "--gpus-per-host", type=click.IntRange(1, 1024), default=8, show_default=True, metavar="N", help="GPUs of each."
 )
-@click.option("--add-gpus", type=click.IntRange(0, 100_000), default=0, metavar="N", help="With so many GPUs more.")
+@click.option("--add-gpus", type=click.IntRange(0, 100_000), default=0, metavar="N", help="Add this many GPUs.")
 @click.option(
     "--strategy",
     type=click.Choice(get_args(Strategy)),
@@ -73,13 +73,13 @@ declared, expected_seconds; SWF; or what this host has recorded. Several files a
     type=_HalfLife(1.0),
     default="off",
     show_default=True,
-    help="After which time what an account used counts half as much.",
+    help="The half-life of an account's use.",
 )
 @click.option(
     "--load",
     type=click.FloatRange(0, 100, min_open=True),
     metavar="PART",
-    help="Stretch or squeeze the arrivals until the jobs need this part of the GPUs' time.  [default: as in the file]",
+    help="Stretch or compress the arrivals until the jobs need this part of the GPUs' time.  [default: as in the file]",
 )
 @click.option(
     "--policy",

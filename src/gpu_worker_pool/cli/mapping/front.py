@@ -103,7 +103,7 @@ class MapFront(Front):
         by_uuid: bool,
         terminates_when_lost: bool,
     ) -> None:
-        #: Lease ids are the same in several ledgers; this is not.
+        #: Unique, unlike lease ids, which several ledgers may share.
         self._mark = secrets.token_hex(8)
         super().__init__(spec._replace(job_variable=f"{MARK}={self._mark}"), progress)
         assert spec.most_leases is not None
@@ -139,7 +139,7 @@ class MapFront(Front):
                 self._say_what_is_wanted()
                 self.progress.tick()
         finally:
-            # Also after an internal error: no job may go on without its lease.
+            # Even after an internal error, no job may keep running without its lease.
             for slot in self._by_pid.values():
                 self._send(slot, signal.SIGKILL)
         return self._finish()

@@ -6,7 +6,6 @@ import re
 from typing import Final, NamedTuple
 
 _HALT: Final = re.compile(r"(now|soon),(fail|success|done)=([0-9]{1,7})(%?)")
-EXPECTED: Final = "never, or now or soon with fail, success or done and a number, as soon,fail=1 or now,fail=10%"
 
 
 class Halt(NamedTuple):
@@ -24,7 +23,10 @@ class Halt(NamedTuple):
             return None
         found = _HALT.fullmatch(text)
         if found is None or int(found[3]) == 0 or (found[4] and int(found[3]) > 100):
-            raise ValueError(f"it must be {EXPECTED}, not {text!r}")
+            raise ValueError(
+                f"{text!r} does not say when to stop; write never, or soon or now with fail, success or done and a "
+                "number: soon,fail=1 or now,fail=10%"
+            )
         return cls(found[1] == "now", found[2], int(found[3]), bool(found[4]))
 
     def is_reached(self, *, failed: int, succeeded: int, jobs: int) -> bool:

@@ -55,7 +55,7 @@ class ManyLeases:
         #: Something was heard, or a lease has ended.
         self._changed = asyncio.Event()
         self._is_over = self._is_alone = False
-        #: No more is acquired.
+        #: No more leases are acquired.
         self._is_ending = asyncio.Event()
 
     async def live(self) -> None:
@@ -101,7 +101,7 @@ class ManyLeases:
         return not (self._is_over or self._is_alone) and self._wanted > len(self._held)
 
     async def _acquire_what_is_wanted(self) -> None:
-        """Until `gpu-pool` needs no more. Raises if nothing is held and nothing can be had."""
+        """Acquires leases until `gpu-pool` needs no more. Raises if none is held and none can be granted."""
         number = 0
         resting: asyncio.Task[None] | None = None
         while not (self._is_over or self._is_alone):
@@ -117,7 +117,7 @@ class ManyLeases:
             except (GPUWorkerPoolError, ValueError) as error:
                 if not self._held:
                     raise
-                self._channel.report("told", text=f"there is no further GPU: {error}", lease=None)
+                self._channel.report("told", text=f"no further GPU can be acquired: {error}", lease=None)
                 await self._until_fewer_are_held()
                 continue
             if lease is not None:
@@ -126,7 +126,7 @@ class ManyLeases:
                 return  # not in time, which was reported
 
     async def _acquire(self, number: int) -> HeldLease | None:
-        """None if it is not wanted any more, or the first one was not granted in time."""
+        """None if it is no longer wanted, or the first one was not granted in time."""
         acquiring = self._requests.begin(is_patient=number > 1)
         while self._is_wanting and not acquiring.task.done():
             await first_of(acquiring.task, self._until_changed())
@@ -177,7 +177,7 @@ class ManyLeases:
         await end_lease(self._engine, lease, is_clean=is_clean, go_on_alone=lambda: None)
 
     async def _end_jobs(self) -> None:
-        """`gpu-pool` was killed: none of its jobs may go on without it. What has left its session is not ours to kill.
+        """`gpu-pool` was killed: its jobs must not keep running. Processes that have left its session are not killed.
 
         A GPU that is still in use after that goes into quarantine.
         """

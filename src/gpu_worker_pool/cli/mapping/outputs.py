@@ -17,11 +17,11 @@ _PIECE_BYTES: Final = 1 << 18
 
 
 class Outputs:
-    """`log_folder`: where the files are kept, as `7.out` and `7.err`; None: they are not kept."""
+    """`log_folder`: keeps the files, as `7.out` and `7.err`; None: they are not kept."""
 
     def __init__(self, log_folder: Path | None) -> None:
         self._folder = log_folder
-        #: Of jobs that have ended and left nothing behind: the next jobs write there.
+        #: Files of jobs that have ended and left no process behind; the next jobs write there.
         self._unused: list[int] = []
         if log_folder is not None:
             try:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from gpu_worker_pool.cli.running.progress import Progress
 
-#: More failed jobs are counted, not named.
+#: Beyond this many, failed jobs are counted but not named.
 _MOST_NAMED: Final = 20
 
 

@@ -1,4 +1,4 @@
-"""The words of `map`, as GNU parallel has them: a command with placeholders, and behind `:::` what to put there."""
+"""The arguments of `map`, in GNU parallel's syntax: a command with placeholders, and after `:::` what replaces them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
 
 
 def arguments_of_lines(lines: Iterable[bytes]) -> list[str]:
-    """One argument per line; empty lines are none. Raises a `ValueError`."""
+    """One argument per line; empty lines are skipped. Raises a `ValueError`."""
     found: list[str] = []
     size = 0
     for line in lines:

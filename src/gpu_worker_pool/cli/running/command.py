@@ -340,7 +340,7 @@ def _is_lease_process(pid: int) -> bool:
 def start_notification(command: str, event: str, environment: Mapping[str, str]) -> None:
     """Run the command of `--notify` with a shell, on its own: nothing waits for it, and it does not use the GPU."""
     if (middle := os.fork()) == 0:
-        # Twice, so that it is nobody's child: the front would take it for something that the command left behind.
+        # Twice, so that it is not our child: the front would take it for something that the command left behind.
         try:
             os.setsid()
             if os.fork() == 0:

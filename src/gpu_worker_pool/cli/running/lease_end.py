@@ -58,7 +58,7 @@ async def first_of(*ends: Awaitable[object]) -> None:
 
 
 def leave_the_terminal() -> None:
-    """Whoever reads what we could write must not wait for our end; nor should a closed terminal end us."""
+    """Close what we could write to, so that its reader need not wait for our end; a closed terminal must not end us."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 2)
     os.close(nothing)

@@ -21,6 +21,7 @@ from gpu_worker_pool.cli.exits import KILLED, CommandError, Status, die_of_inter
 from gpu_worker_pool.cli.running.command import CommandOnGPU
 from gpu_worker_pool.cli.running.environment import variables_of
 from gpu_worker_pool.cli.running.front import ENDING
+from gpu_worker_pool.cli.running.lease_process import FORWARDED
 from gpu_worker_pool.cli.running.remote_script import command_line, scripts, silence_seconds, working_directory
 from gpu_worker_pool.cli.running.ssh import command_words, ssh_environment
 
@@ -39,17 +40,7 @@ class CommandOverSSH(CommandOnGPU):
     """Runs the command here, like its parent, if the endpoint that grants the lease is this host."""
 
     #: What ssh must survive: the command gets it, and its own end ends ssh.
-    blocked_in_child = frozenset(
-        {
-            signal.SIGHUP,
-            signal.SIGINT,
-            signal.SIGQUIT,
-            signal.SIGTERM,
-            signal.SIGUSR1,
-            signal.SIGUSR2,
-            signal.SIGTSTP,
-        }
-    )
+    blocked_in_child = frozenset(FORWARDED) - {signal.SIGWINCH, signal.SIGCONT}
 
     _target: str | None = None
     _folder: Path | None = None

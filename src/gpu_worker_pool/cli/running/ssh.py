@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SSH_VARIABLE: Final = "GPU_POOL_SSH"
 #: How long a connection may take to be made.
 _CONNECT_SECONDS: Final = 30
-#: ssh itself asks for a sign of life so many times in the time after which the other side gives up.
+#: ssh itself asks for a sign of life this many times before the other side gives up.
 _SIGNS_OF_LIFE: Final = 4
 
 #: `host` or `user@host`; neither may look like an option, or mean anything to a shell or to ssh's own settings.

@@ -259,7 +259,7 @@ class Installation:
         if self._options.is_server_only:
             say("users need no group: gpu-pool reaches the service through its socket")
         elif not any(name != self._places.service_user for name in members_of(group)):
-            say(f"nobody is in group {group} yet: {state_directory.setup_command('--add', 'USER')}")
+            say(f"group {group} has no members yet: {state_directory.setup_command('--add', 'USER')}")
         if self._steps.count == 0:
             say(f"nothing to do: {self._directory} is set up already")
 

@@ -82,7 +82,7 @@ WantedBy=multi-user.target
 
 def _variables(options: Options) -> list[str]:
     variables = ["HOST=127.0.0.1", f"GPU_POOL_STATE_DIR={options.directory}"]
-    # Over TCP the kernel does not say who calls: without this, any user could take a lease as nobody in particular.
+    # Over TCP the kernel does not say who calls: without this, any user could take a lease anonymously.
     return [*variables, "GPU_POOL_OPEN_ON_LOOPBACK=false"] if options.is_server_only else variables
 
 

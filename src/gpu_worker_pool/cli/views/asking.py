@@ -1,4 +1,4 @@
-"""Asks holders to give leases back, and says that leases are still needed, at whichever endpoint has them."""
+"""What `yield` and `keep` do: ask holders to give leases back, or report that leases are needed, at any endpoint."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def gpu_state(row: Row, on_it: list[Row]) -> str:
         return "unknown"  # the ledger cannot be read, or the server has none
     if obstacles:
         return "busy"
-    # `gpu-pool run` would not take it; an older server does not say.
+    # `gpu-pool run` would not take it. (Older servers do not say so.)
     return "in use" if row.get("idle_obstacles") else "free"
 
 

@@ -68,7 +68,7 @@ def show_fleet(endpoints: Sequence[str], *, as_json: bool) -> None:
         print_json(found)
         return
     dispatcher, database = found["dispatcher"], found["database"] or {}
-    who = "nobody: no GPU is granted until one is elected" if dispatcher is None else dispatcher["host"]
+    who = "none; no GPU is granted until one is elected" if dispatcher is None else dispatcher["host"]
     print_line(f"fleet {found['fleet_id'] or 'unknown'}, epoch {_shown(found['epoch'])}; dispatcher: {who}")
     why = f" ({database['problem']})" if database.get("problem") else ""
     print_line(f"database: {database.get('state') or 'unknown'}{why}; waiting: {_shown(found['waiting'])}")
@@ -141,7 +141,7 @@ def rotate_key(file: Path, *, is_finish: bool) -> None:
 
 
 def _replace(file: Path, keys: Sequence[bytes]) -> None:
-    """At once: servers read it at any time. Its owner and mode stay; a new one is its owner's alone."""
+    """Atomic, because servers read it at any time. Its owner and mode stay; only its owner can read a new one."""
     try:
         found = file.stat() if file.exists() else None
         number, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")

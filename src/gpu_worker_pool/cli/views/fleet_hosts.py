@@ -33,7 +33,7 @@ async def one_per_fleet(
     seen: set[str] = set()
     for host, fleet in zip(hosts, fleets, strict=True):
         if fleet is None:
-            # One that does not answer now, and of which another one has told.
+            # A server that does not answer, but that another one listed as a host of its fleet.
             if host.endpoint.url.rstrip("/") not in of_fleets:
                 found.append(host)
         elif fleet["fleet_id"] not in seen:
@@ -86,5 +86,5 @@ class _Member(HTTPHost):
         return {"leases": [row for row in rows if row.get("host") == self.endpoint.endpoint_id]}
 
     async def queue(self) -> Body:
-        """One queue, which the first host shows."""
+        """The fleet has one queue, which is shown with the first host."""
         return await self._asked.queue() if self._has_queue else {"queue": []}

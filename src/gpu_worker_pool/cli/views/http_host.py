@@ -29,12 +29,12 @@ async def open_http_host(endpoint: EndpointConfig) -> AsyncIterator[HTTPHost]:
 
 
 class ServerHost(APIClient):
-    """What a server does for the views, by whatever way it is reached."""
+    """The views of a server, over TCP or its Unix socket."""
 
     endpoint: EndpointConfig
 
     def token_of(self, request_id: str) -> str | None:  # noqa: ARG002  # the server knows by itself who asks
-        """What proves that a request is this user's."""
+        """The headers that prove that a request is this user's."""
         return None
 
     async def end_lease(self, lease_id: str) -> bool:
@@ -104,7 +104,7 @@ class HTTPHost(ServerHost):
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Say who may do it, where the server only says who may not."""
+    """Adds who may do it, where the server only says that this user may not."""
     try:
         yield
     except NotYourLeaseError:

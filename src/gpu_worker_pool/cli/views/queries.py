@@ -30,19 +30,19 @@ class Host(Protocol):
     def endpoint(self) -> EndpointConfig: ...
 
     async def stats(self) -> Body:
-        """As `GET /gpu/stats`."""
+        """The body of `GET /gpu/stats`."""
 
     async def leases(self) -> Body:
-        """As `GET /leases`."""
+        """The body of `GET /leases`."""
 
     async def queue(self) -> Body:
-        """As `GET /queue`."""
+        """The body of `GET /queue`."""
 
     async def explain_request(self, request_id: str) -> Body | None:
-        """As `GET /queue/{request_id}`; None if no such request waits."""
+        """The body of `GET /queue/{request_id}`; None if no such request waits."""
 
     async def explain_requirements(self, requirements: Requirements) -> Body:
-        """As `POST /explain`: the same for a request that would be made now."""
+        """The body of `POST /explain`: the same for a request that would be made now."""
 
     async def end_lease(self, lease_id: str) -> bool:
         """False if there is no such lease."""
@@ -76,7 +76,7 @@ class HostAnswer(NamedTuple):
 
 @asynccontextmanager
 async def open_hosts(given: Sequence[str], *, is_every_host: bool = False) -> AsyncIterator[list[Host | Unopened]]:
-    """Several servers of one fleet are one; `is_every_host`: all hosts of their fleet, each for itself."""
+    """Several servers of one fleet count as one endpoint; `is_every_host`: one entry for each host of their fleet."""
     async with AsyncExitStack() as stack:
         hosts: list[Host | Unopened] = []
         for endpoint in _endpoints(given):

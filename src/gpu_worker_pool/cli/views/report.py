@@ -1,4 +1,4 @@
-"""Reads the usage files of this host's ledger and prints what they sum up to."""
+"""Reads the usage files of this host's ledger and prints their sums."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import asyncio
 import csv
 import sys
 import time
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from gpu_worker_pool.api.lease_rows import name_of_account
+from gpu_worker_pool.api.lease_rows import person_of
 from gpu_worker_pool.cli.exits import CommandError
 from gpu_worker_pool.cli.output import print_json, print_line, printable
 from gpu_worker_pool.cli.quantities import spoken_seconds
@@ -54,15 +53,6 @@ def print_report(since_seconds: float, by: By, *, form: Literal["table", "json",
         print_line(f"drawn: {plot}")
 
 
-def person_of(record: dict[str, Any]) -> str:
-    return _person(record["account"], record.get("user") if record.get("is_user_verified") is True else None)
-
-
-@lru_cache(maxsize=4096)
-def _person(account: str, user: object) -> str:
-    return name_of_account(account, user if isinstance(user, str) else None)
-
-
 def _facts(usage: UsageRead, span: Span, by: str) -> dict[str, Any]:
     return {
         "since_seconds": round(span.end - span.begin, 3),
@@ -101,7 +91,7 @@ def _print_csv(rows: Sequence[Row], by: str) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow([by, *names])
     for row in rows:
-        # A spreadsheet would take a label that begins so for a formula.
+        # A spreadsheet would read a label that begins like this as a formula.
         name = f"'{row.name}" if row.name[:1] in "=+-@" else row.name
         found = row.as_json()
         writer.writerow([name, *(found[each] for each in names)])

@@ -1,4 +1,4 @@
-"""This host's GPU server, reached over its Unix socket, as a `Host` of the views: it knows by itself who asks."""
+"""This host's GPU server, reached over its Unix socket, as a `Host` of the views: the kernel tells it who asks."""
 
 from __future__ import annotations
 

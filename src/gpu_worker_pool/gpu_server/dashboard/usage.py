@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from gpu_worker_pool.api.lease_rows import name_of_account
+from gpu_worker_pool.api.lease_rows import person_of
 from gpu_worker_pool.ledger.report import ALL, Row, Span, UsageSums
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SPANS: Final = {"day": 86_400.0, "month": 30 * 86_400.0}
 #: Reading a month of records takes a while, and every open page may ask.
 CACHE_SECONDS: Final = 60.0
-#: Of more people only the sum is shown.
+#: Further people are only shown as a sum.
 MOST_PEOPLE: Final = 50
 
 
@@ -39,7 +39,7 @@ class UsageView:
     async def _read(self) -> dict[str, Any]:
         now = time.time()
         sums = {
-            name: (UsageSums("user", span, _person), UsageSums("user", span, lambda _: ALL))
+            name: (UsageSums("user", span, person_of), UsageSums("user", span, lambda _: ALL))
             for name, span in ((name, Span(now - seconds, now)) for name, seconds in SPANS.items())
         }
 
@@ -66,8 +66,3 @@ def _body(people: UsageSums, everyone: UsageSums) -> dict[str, Any]:
         "all": next(iter(everyone.rows()), Row(ALL)).as_json(),
         "not_shown": max(len(rows) - MOST_PEOPLE, 0),
     }
-
-
-def _person(record: dict[str, Any]) -> str:
-    user = record.get("user") if record.get("is_user_verified") is True else None
-    return name_of_account(record["account"], user if isinstance(user, str) else None)

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-#: Views of the fleet are asked for once in this time, however many look.
+#: Each view of the fleet is requested at most once in this time, however many callers there are.
 VIEW_SECONDS: Final = 0.2
 #: How old a view may be that is shown while there is no dispatcher.
 OLDEST_VIEW_SECONDS: Final = 60.0
@@ -75,7 +75,7 @@ class FleetHandlers:
 
     def __init__(self, parts: FleetParts) -> None:
         self.parts = parts
-        #: By what they show: since when, and the question under way or its answer.
+        #: By view: when it was requested, and the request under way or its answer.
         self._views: dict[str, tuple[float, asyncio.Task[dict[str, Any]]]] = {}
         self._last_seen: dict[str, tuple[float, dict[str, Any]]] = {}
 
@@ -130,7 +130,7 @@ class FleetHandlers:
                 )
         except FleetUnavailableError as error:
             raise _unavailable(str(error)) from None
-        self._views.clear()  # whoever looks next at this server sees what it has just said
+        self._views.clear()  # the next view of this server includes the change
         if is_gone(context.receive):
             agent.abandoned(request.request_id, poll_id)
             raise CallerGoneError
@@ -162,7 +162,7 @@ class FleetHandlers:
         return lease
 
     def _of_fleet(self, host: str, lease: dict[str, Any], naming: GPUNaming) -> dict[str, Any]:
-        """A lease as its host says it, as its holder is told."""
+        """The answer to the holder of a lease, from what the lease's host says."""
         lease_id = str(lease.get("lease_id", ""))
         gpus = [VisibleGPU(row.get("gpu_id"), row.get("uuid")) for row in lease.get("gpus", ())]
         env = lease_variables(gpus, fleet_lease_id(host, lease_id), naming, host=host)
@@ -228,7 +228,7 @@ class FleetHandlers:
         return Reply(200, await asyncio.to_thread(as_json, body), (NO_STORE,))
 
     async def _with_own_leases(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Of this host's leases its ledger knows more, and knows it first."""
+        """This host's own leases come from its ledger, which knows more, and sooner."""
         broker = self.parts.broker
         try:
             held = await broker.held()
@@ -243,17 +243,17 @@ class FleetHandlers:
         return [*others, *own]
 
     async def take_link(self, context: RequestContext) -> Reply:
-        """Raises `CallerGoneError` where the connection is a link from now on."""
+        """Raises `CallerGoneError` once the connection has become a link."""
         office, take_over = self.parts.office, context.scope.get(TAKE_OVER)
         if office is None:
-            raise Refusal(409, "no_candidate", "this server is no candidate of the fleet: join one that has --fleet")
+            raise Refusal(409, "no_candidate", "this server is not a candidate of the fleet: join one that has --fleet")
         if take_over is None:
-            raise Refusal(426, "no_link", "this is where hosts of the fleet link to it", headers=_UPGRADE)
+            raise Refusal(426, "no_link", "this route is for the links of the fleet's hosts", headers=_UPGRADE)
         take_over(office.take_link(), PROTOCOL)
         raise CallerGoneError
 
     async def view(self, what: str) -> dict[str, Any]:
-        """ "fleet", "queue" or "leases". While there is no dispatcher, what was last seen."""
+        """ "fleet", "queue" or "leases"; without a dispatcher, the last answer."""
         now = time.monotonic()
         known = self._views.get(what)
         if known is None or now - known[0] > VIEW_SECONDS:
@@ -278,7 +278,7 @@ class FleetHandlers:
             raise _error_of(error.error, str(error)) from None
 
     async def fleet(self) -> dict[str, Any]:
-        """As `GET /fleet` shows it, also while there is no dispatcher."""
+        """The body of `GET /fleet`, also while there is no dispatcher."""
         agent = self._agent()
         if agent.dispatcher:
             try:
@@ -301,7 +301,7 @@ class FleetHandlers:
         return tuple(fleet_metrics(await self._numbers()))
 
     async def _numbers(self) -> FleetNumbers:
-        """What concerns the whole fleet, its dispatcher says, so that it is counted once."""
+        """What concerns the whole fleet comes from its dispatcher, so that it is counted once."""
         agent, office = self.parts.agent, self.parts.office
         links = 0 if agent is None else agent.link_count
         if office is None:
@@ -340,7 +340,7 @@ def _unavailable(text: str) -> Refusal:
 
 
 def _error_of(name: str, text: str, reasons: tuple[str, ...] = ()) -> Exception:
-    """As the handlers of one host would raise it."""
+    """The same error that the handlers of a single host would raise."""
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, (ImpossibleRequestError, RequestEndedError)):
         return kind(text or None, reasons=reasons)

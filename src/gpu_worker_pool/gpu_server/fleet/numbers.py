@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from prometheus_client.core import Metric
 
-#: All of them, so that a state that no host is in any more does not keep its last value.
+#: All states, so that one that no host is in any more goes back to 0.
 HOST_STATES: Final = ("up", "draining", "unreachable", "incompatible")
 
 
 @record
 class FleetNumbers:
-    """None: this server does not know it, as only the dispatcher does, or only candidates do."""
+    """None: this server does not know the value, which only the dispatcher or only candidates know."""
 
     #: To candidates.
     links: int
@@ -31,7 +31,7 @@ class FleetNumbers:
     refusals: int | None = None
     epoch: int | None = None
     waiting: int | None = None
-    #: Since that host was last heard which has a link and was silent for the longest.
+    #: The longest silence of a host that has a link.
     lag_seconds: float | None = None
     #: By state.
     hosts: Mapping[str, int] | None = None
@@ -45,13 +45,13 @@ def fleet_metrics(numbers: FleetNumbers) -> Iterator[Metric]:
         ("commit_seconds", "How long the last answer of the database took.", numbers.commit_seconds),
         ("epoch", "Grows with every new dispatcher.", numbers.epoch),
         ("waiting", "Requests that wait in the fleet.", numbers.waiting),
-        ("lag_seconds", "Since that linked host was heard that has been silent for the longest.", numbers.lag_seconds),
+        ("lag_seconds", "Longest silence of a host that has a link.", numbers.lag_seconds),
     )
     for name, documentation, value in gauges:
         if value is not None:
             yield GaugeMetricFamily(f"gpu_pool_fleet_{name}", documentation, value=float(value))
     counters = (
-        ("grants", "Leases that this dispatcher has granted.", numbers.grants),
+        ("grants", "Leases granted by this dispatcher.", numbers.grants),
         ("refusals", "Placements that hosts have refused.", numbers.refusals),
         ("takeovers", "How often this server became dispatcher.", numbers.takeovers),
     )

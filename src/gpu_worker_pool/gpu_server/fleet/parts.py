@@ -42,7 +42,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 #: How often a ledger that cannot be opened is looked at again.
 RETRY_SECONDS: Final = 0.5
 LONGEST_NAME: Final = 40
-#: The limits on what callers may have are those of a host times this.
+#: The limits per caller are those of a host times this.
 HOSTS_OF_A_FLEET: Final = 20
 _NO_NAME: Final = re.compile(r"[^A-Za-z0-9._-]+")
 _EVERYWHERE: Final = ("0.0.0.0", "::", "")  # noqa: S104  # compared, not bound
@@ -52,7 +52,7 @@ def check_settings(settings: ServerSettings) -> None:
     """Raises a `ValueError` that says what a server of a fleet lacks, before it starts."""
     if settings.gpu_pool_fleet_key_file is None:
         raise ValueError(
-            "a fleet needs a key, the same on all its hosts: head -c 32 /dev/urandom | base64 > FILE makes one; "
+            "a fleet needs a key, the same on all its hosts: gpu-pool fleet key rotate FILE makes one; "
             "give it as --fleet-key-file FILE, or GPU_POOL_FLEET_KEY_FILE"
         )
     read_keys(settings.gpu_pool_fleet_key_file)
@@ -61,7 +61,7 @@ def check_settings(settings: ServerSettings) -> None:
 
 
 def check_database(settings: ServerSettings) -> None:
-    """Raises a `StoreMismatch` where the database can never be used as it is. One that is away may come back."""
+    """Raises a `StoreMismatch` if the database can never be used as it is; one that is down may come back."""
     if settings.gpu_pool_fleet_database is None:
         return
     store = _open_store(settings.gpu_pool_fleet_database)
@@ -134,7 +134,7 @@ class FleetParts:
         self._starting = asyncio.get_running_loop().create_task(self._join())
 
     async def _join(self) -> None:
-        """As soon as the ledger says which host this is."""
+        """Called as soon as the ledger says which host this is."""
         while True:
             with suppress(GPUWorkerPoolError):
                 ledger_id = self.broker.ledger_id
@@ -211,7 +211,7 @@ class FleetParts:
     def _row(self, reading: Reading) -> GPURow:
         processes = None if reading.processes is None else len(reading.processes)
         if processes and any(reading.gpu_id in lease.gpu_ids for lease in self.broker.leases.values()):
-            processes = 0  # of its holders, as far as the fleet needs to know
+            processes = 0  # the changes that the fleet needs to know
         return GPURow(
             reading.gpu_id,
             reading.index,
@@ -232,7 +232,7 @@ class FleetParts:
 
 
 def _settings_of_fleet(settings: ServerSettings, of_host: PoolSettings) -> PoolSettings:
-    """The limits of a host, times what a fleet is larger."""
+    """The limits of a host, scaled to a fleet."""
     return replace(
         fleet_settings(of_host),
         strategy=settings.gpu_pool_fleet_strategy,
@@ -251,7 +251,7 @@ def _open_store(database: str) -> FleetStore:
 
 
 def _migrate(store: FleetStore, term: Office, state: FleetState) -> None:
-    """Tables of an older version, by the dispatcher that was just elected."""
+    """The dispatcher that was just elected migrates tables of an older version."""
     from gpu_worker_pool.fleet.database_care import make_tables
     from gpu_worker_pool.fleet.postgres import PostgresStore
     from gpu_worker_pool.fleet.schema import VERSION

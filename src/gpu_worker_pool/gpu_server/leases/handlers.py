@@ -256,7 +256,7 @@ async def _poll(context: RequestContext, request: Request, body: LeaseRequest) -
 async def renew(context: RequestContext) -> Reply:
     """Renew a lease for another `ttl_seconds`. A lease that has ended is never revived: 409.
 
-    The answer says whether somebody has asked for it back. With `{"is_busy": true}` as body, the holder says that it is
+    The answer says whether a user has asked for it back. With `{"is_busy": true}` as body, the holder says that it is
     not idle, whatever readings show.
     """
     check_content_type(context.headers, is_needed=False)
@@ -281,7 +281,7 @@ async def ask_to_leave(context: RequestContext) -> Reply:
     said = None if body is None else body.reason
     peer = context.caller.peer
     by = peer.user if peer is not None and peer.user else key_name(context.caller.account)
-    who = f"{by or 'somebody'} asks for it"
+    who = f"{by or 'another user'} asks for it"
     reason = f"{who}: {said}" if said else who
     if context.parts.in_fleet is not None and host:
         await context.parts.in_fleet.ask_to_leave(host, lease_id, reason)
@@ -324,7 +324,7 @@ def _split(context: RequestContext, lease_id: str) -> tuple[str, str]:
 
 
 async def _owner(context: RequestContext, lease_id: str, what: str) -> str | None:
-    """By whom, as the ledger compares it; None: it is the caller's, who needs no token."""
+    """The owner, as the ledger compares it; None: the lease is the caller's, who needs no token."""
     if context.caller.peer is not None:
         request = await context.parts.broker.request_of_lease(lease_id)
         return _user_or_token(context, request, f"lease {lease_id}")
@@ -385,7 +385,7 @@ async def queue(context: RequestContext) -> Reply:
     if parts.in_fleet is not None:
         return await parts.in_fleet.show("queue")
     waiting = await parts.broker.queue()
-    if parts.queue_shown[0] is not waiting:  # many callers are shown the same
+    if parts.queue_shown[0] is not waiting:  # many callers get the same answer
         parts.queue_shown = waiting, json_reply(200, {"queue": list(map(queue_row, waiting))})
     return parts.queue_shown[1]
 
@@ -456,7 +456,7 @@ async def _administer(context: RequestContext, action: str, state: str) -> Reply
 
 def _joined(context: RequestContext) -> FleetHandlers:
     if context.parts.in_fleet is None:
-        raise Refusal(404, "no_fleet", "this server is in no fleet: start it with --fleet or --join")
+        raise Refusal(404, "no_fleet", "this server is not in a fleet: start it with --fleet or --join")
     return context.parts.in_fleet
 
 

@@ -38,7 +38,7 @@ _NAME: Final = (
     r"^ *[^\x00-\x20\x7f-\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # not a blank of any alphabet
     rf"[^{NOT_TEXT}]*$"
 )
-# Also without marks that nobody sees.
+# Also without invisible characters.
 _PRINTABLE_NAME: Final = (
     r"^[^\x00-\x20\x7f-\xa0\u1680\u2000-\u200f\u2028-\u202f\u205f-\u206f\u3000\ufeff]"
     rf"[^{NOT_TEXT}\u200b-\u200f\u2060-\u206f\ufeff]*$"
@@ -179,7 +179,7 @@ class LeaseRequest(RequirementsBody):
         description="When the lease ends at the latest, counted from the grant; renewing never extends it beyond. "
         "Counts as `expected_seconds`, too.",
     )
-    ask: bool = Field(False, description="Ask the holders in its way to give their GPUs back; nobody is forced.")
+    ask: bool = Field(False, description="Ask the holders in its way to give their GPUs back; no holder is forced.")
     wait_seconds: float = Field(0.0, ge=0, le=MOST_WAIT_SECONDS, description="How long to wait for the answer.")
     label: Annotated[str, Field(max_length=200, pattern=_TEXT)] | None = Field(None, description="For people to read.")
     holder: HolderBody | None = Field(
@@ -294,7 +294,7 @@ class LeaseFacts(BaseModel):
     yield_asked: bool = Field(description="Whether its holder was asked to give it back.", examples=[False])
     yield_reason: str | None = Field(description="Who asked, or why.", examples=[None])
     leave_in_seconds: float | None = Field(
-        description="When the policy ends it if it stays idle; null: nobody is forced.", examples=[None]
+        description="When the policy ends it if it stays idle; null: never.", examples=[None]
     )
     expected_seconds: float | None = Field(examples=[7200.0])
     max_seconds: float | None = Field(examples=[None])
@@ -456,7 +456,7 @@ class FleetHostSchema(BaseModel):
     url: str = Field(examples=["http://gpu-2:8000"])
     state: Literal["up", "draining", "unreachable", "incompatible"]
     gpus: int = Field(examples=[8])
-    free: int = Field(description="GPUs that nobody holds, and that readings allow.", examples=[3])
+    free: int = Field(description="GPUs that are not held, and that readings allow.", examples=[3])
     seen_seconds_ago: float | None = Field(description="Since it last reported.", examples=[0.4])
     version: str
 

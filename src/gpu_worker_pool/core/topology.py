@@ -21,7 +21,7 @@ def distance(first: GPUResourceState, second: GPUResourceState) -> float:
 
 
 def best_linked(gpus: Sequence[GPUResourceState], count: int) -> tuple[GPUResourceState, ...]:
-    """So many of these, which come best first: the farthest two of them as near as can be, then all, then the best.
+    """Chooses `count` of these, which come best first: the farthest pair as near as possible, then all, then the best.
 
     Around each GPU its nearest are gathered. That finds the best set where links form groups, as they do on nearly all
     hosts, and a good one elsewhere; trying all sets would take too long with 16 GPUs.
