@@ -212,9 +212,12 @@ class SQLiteLedger:
         if self._complaint:
             # The next transaction may block as long as the last one, and questions need not wait for it.
             self._answer_some(questions)
-        if events or (self._clock() >= self._pause_until and self._transactions.has_something_to_do()):
+        if events or self._has_something_to_do():
             self._transact(events)
         self._answer_some(questions)
+
+    def _has_something_to_do(self) -> bool:
+        return self._clock() >= self._pause_until and self._transactions.has_something_to_do()
 
     def _answer_some(self, questions: deque[_Job]) -> None:
         """The others are answered in the next turn: reading must not delay renewals."""
