@@ -21,7 +21,7 @@ from tests.workers.conftest import Host
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("server")
     with ServerProcess(
         folder,
@@ -31,6 +31,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         GPU_POOL_SOCKET=str(folder / "server.sock"),
     ) as running:
         yield running
+
+
+@pytest.fixture
+def server(running_server: ServerProcess) -> ServerProcess:
+    """Once what an earlier test killed there has left quarantine."""
+    eventually(lambda: leases(running_server) == [])
+    return running_server
 
 
 # --- the client ---
