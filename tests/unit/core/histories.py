@@ -462,6 +462,9 @@ class Histories(RuleBasedStateMachine):
         for waiting in self.oracle.waiting.values():
             waiting.since += seconds
             waiting.heard_until = None if waiting.heard_until is None else waiting.heard_until + seconds
+        for spell in self.oracle.spells.values():
+            spell.begun_at += seconds
+            spell.ended_at = None if spell.ended_at is None else spell.ended_at + seconds
         oracle = self.oracle
         oracle.renewed = {name: (at + seconds, unserved) for name, (at, unserved) in oracle.renewed.items()}
 
