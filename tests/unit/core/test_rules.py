@@ -595,6 +595,13 @@ def test_rule_8_in_process_the_next_has_it_in_the_same_step(story: Story) -> Non
     assert [type(effect) for effect in story.releases("a")] == [Granted]
 
 
+def test_rule_8_also_where_the_assignment_had_a_limit(story: Story) -> None:
+    story.reads(gpu(0))
+    story.happens(Requested(Request("a", max_seconds=100.0)))
+    story.asks("b")
+    assert [type(effect) for effect in story.releases("a")] == [Granted]
+
+
 def test_rule_8_a_reading_from_before_the_release_does_not_send_the_gpu_past_the_next_waiter(story: Story) -> None:
     busy = gpu(0, utilization_percent=95.0)
     sharing = Requirements(memory_mb=1000, share=True)
