@@ -417,6 +417,7 @@ class SQLiteLedger:
             has_uses = pool.fair_share is not None and bool(pool.fair_share.changed)
             # After a failure, something must be written: else a ledger that cannot be would count as served.
             is_to_write |= has_uses or news.is_other_boot or bool(self._complaint)
+            is_to_write |= self._tables.is_other_order(pool.fleet_order)
             if own or is_to_write or self._is_stamp_due(pool, now):
                 has_records = self._tables.to_record(records_of(pool, own.values(), now, self._wall_clock))
                 meta = self._tables.write(pool, own, self._meta, self._boot_id)
