@@ -295,7 +295,8 @@ class World:
         program = self.programs.get(lease.request.request_id)
         if program is None or program.lease_id:
             return
-        if not by_fleet and self.now < host.followed_at + host_side.OWN_ORDER_SECONDS:
+        is_followed = self.now < host.followed_at + host_side.OWN_ORDER_SECONDS
+        if not by_fleet and (is_followed or self.is_heard(host)):
             raise BrokenPromiseError(f"{host.name} grants {lease} out of the fleet's order")
         program.lease_id, program.releases_at = lease.lease_id, self.now + self.random.uniform(0.5, 15.0)
         self.served += 1
@@ -459,7 +460,8 @@ class World:
         for host in self.hosts.values():
             if host.is_up:
                 host.tick()
-                host.linked_at = self.now if host.side.dispatcher_link else host.linked_at
+                if self.is_heard(host):
+                    self.heard(host)
                 if host.local and self.random.random() < 0.05:
                     host.apply(Released(host.local.pop().lease_id))
                     host.observe(reads=True)
@@ -561,6 +563,18 @@ class World:
                 for each in d.pool.leases
             ]
             raise BrokenPromiseError(f"not free at the end: {leases}, {self.dispatchers()}, {left_over}")
+
+    def heard(self, host: WorldHost) -> None:
+        """After a long silence its programs have lost their places."""
+        if self.now - host.linked_at > 20.0:
+            for program in self.programs.values():
+                program.told_at = math.inf if program.host == host.name else program.told_at
+        host.linked_at = self.now
+
+    def is_heard(self, host: WorldHost) -> bool:
+        """Whether the last dispatcher has heard it, over the link that it has now."""
+        known = [each.hosts.get(host.name) for each in self.dispatchers() if each.epoch == self.highest_epoch]
+        return any(each is not None and each.is_heard for each in known)
 
     def dispatchers(self) -> list[Dispatcher]:
         return [each.dispatcher for each in self.candidates.values() if each.dispatcher is not None]

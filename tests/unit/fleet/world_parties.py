@@ -78,7 +78,7 @@ class WorldHost:
         self.local: list[Lease] = []
         #: When its ledger was told last that its fleet is there.
         self.followed_at = -math.inf
-        #: When it had a dispatcher last.
+        #: When the dispatcher had heard it last.
         self.linked_at = 0.0
 
     def _new_side(self) -> HostSide:
