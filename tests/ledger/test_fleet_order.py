@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import apsw
+import pytest
 
 from gpu_worker_pool.core import FleetOrder, FleetOrdered, Granted, Requested, Ticked, TurnCame
 from gpu_worker_pool.core.fleet_order import follows_fleet
@@ -18,6 +19,7 @@ async def leases_in(ledger: Ledger) -> set[str]:
     return await ledger.look(lambda pool, _: {lease.request.request_id for lease in pool.leases})
 
 
+@pytest.mark.fault(46)
 async def test_no_process_grants_what_the_fleet_has_not_granted(tmp_path: Path) -> None:
     place = InSQLite(tmp_path)
     server = place.open(Told())

@@ -342,7 +342,8 @@ class LeaseBroker:
         """The same, and those who wait outside any lease, in order of arrival: as both are at one moment."""
 
         def look(pool: Pool, _: float) -> tuple[list[Lease], list[Waiter]]:
-            waiters = (waiter for waiter in pool.queue.in_order() if waiter.request.within is None)
+            outside = (each for each in pool.queue.request_classes() if each.within is None)
+            waiters = (waiter for each in outside for waiter in each.waiters.values())
             return list(pool.leases), sorted(waiters, key=lambda waiter: waiter.ticket)
 
         return await self._opened().look(look)

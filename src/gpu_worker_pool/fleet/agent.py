@@ -67,6 +67,8 @@ RENEW_SECONDS: Final = 0.5
 FOLLOW_SECONDS: Final = 3.0
 #: How many ended leases of the fleet are reported anew to each dispatcher.
 MOST_ENDED: Final = 2000
+#: How many requests that wait in the ledger are reported: those behind them are when these are served.
+MOST_WAITING: Final = 2000
 #: What others may ask of this host.
 _CALLS: Final = ("renew", "release", "yield")
 #: The longest pause before a candidate is tried again; and within which hosts that lost one come back, so that they do
@@ -430,7 +432,7 @@ class FleetAgent(Questions):
                 self._reported_at = None if seen is None else seen.begun_at
                 rows = [_lease_row(lease, now) for lease in leases]
                 ended = tuple(self._ended.values())
-                waiting = [HostWaiter(waiter.request, waiter.may_reserve) for waiter in waiters]
+                waiting = [HostWaiter(waiter.request, waiter.may_reserve) for waiter in waiters[:MOST_WAITING]]
                 self._perform(self._side.observe(gpus, rows, ended, waiting, age_seconds=age, unread=self._unread))
         finally:
             self._is_observing = False

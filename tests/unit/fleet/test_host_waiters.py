@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from gpu_worker_pool.core import Request, Requirements
 from gpu_worker_pool.core.policy import Limits, Policy
 from gpu_worker_pool.fleet.dispatcher import LinkLost, NewPolicy, TimePassed
@@ -86,6 +88,7 @@ def test_the_gpus_it_names_are_those_of_its_host() -> None:
     assert "could ever serve it" in end.refused[0]
 
 
+@pytest.mark.fault(45)
 def test_the_next_dispatcher_knows_its_place() -> None:
     fleet = busy_fleet()
     fleet.report("h1", waiting=(program("local"),))
@@ -108,6 +111,7 @@ def test_the_next_dispatcher_knows_its_place() -> None:
     assert third.promise()[1].request.request_id == "later"
 
 
+@pytest.mark.fault(46)
 def test_it_keeps_its_place_while_its_host_has_no_link_for_a_moment() -> None:
     fleet = busy_fleet()
     fleet.report("h1", waiting=(program("local"),))
@@ -284,6 +288,7 @@ def test_a_host_reports_who_waits_and_who_does_not_any_more() -> None:
     assert side.order is None  # what the ledger was told lasts for a while
 
 
+@pytest.mark.fault(52)
 def test_with_a_dispatcher_of_the_version_before_a_host_serves_its_programs_itself() -> None:
     side = HostSide("h1", "ledger", "http://h1", "1")
     side.received("a", Welcome("f", 1, "a", "http://a", is_own=True, serves_hosts=True), 0.0)
