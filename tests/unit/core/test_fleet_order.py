@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from gpu_worker_pool.core import (
     Cancelled,
     Ended,
@@ -21,6 +26,7 @@ from gpu_worker_pool.core import (
     explain,
     explain_requirements,
 )
+from gpu_worker_pool.core.fleet_order import follows_fleet
 from gpu_worker_pool.core.invariants import check_invariants
 from gpu_worker_pool.testing import gpus, snapshot
 
@@ -142,3 +148,44 @@ def test_what_the_fleet_refuses_is_rejected_with_the_reason() -> None:
     requested(pool, "a")
     effects = pool.apply(Cancelled("a", refused=("the policy allows 2 GPUs",)), 2.0)
     assert Ended("a", RequestState.REJECTED, ("the policy allows 2 GPUs",)) in effects
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["request", "large", "inside", "release", "turn", "order", "leave", "read", "cancel"]),
+        st.integers(min_value=0, max_value=30),
+        st.sampled_from([0.0, 0.5, 3.0, 20.0]),
+    ),
+    max_size=40,
+)
+
+
+@given(steps=STEPS)
+@settings(max_examples=150, deadline=None)
+def test_whatever_happens_nothing_is_granted_out_of_the_order(steps: list[tuple[str, int, float]]) -> None:
+    """And once the fleet is not heard, nobody waits who could be served (`check_invariants`)."""
+    pool, now = Pool(PoolSettings(max_bypass_seconds=5.0)), 0.0
+    pool.apply(snapshot(gpus(3), at=0.0), 0.0)
+    for number, (what, which, seconds) in enumerate(steps):
+        now += seconds
+        leases = [lease for lease in pool.leases if lease.within is None]
+        waiters = [waiter.request.request_id for waiter in pool.queue.in_order()]
+        event: Any = Ticked()
+        if what in ("request", "large"):
+            event = Requested(Request(f"r{number}", Requirements(count=2 if what == "large" else 1)))
+        elif what == "inside" and leases:
+            event = Requested(Request(f"r{number}", within=leases[which % len(leases)].lease_id))
+        elif what == "release" and leases:
+            event = Released(leases[which % len(leases)].lease_id)
+        elif what == "turn" and waiters:
+            event = TurnCame(waiters[which % len(waiters)], ("0", "1", "2"))
+        elif what == "cancel" and waiters:
+            event = Cancelled(waiters[which % len(waiters)])
+        elif what in ("order", "leave"):
+            event = FleetOrdered(FleetOrder(now + (UNTIL if what == "order" else 0.0)))
+        elif what == "read":
+            event = snapshot(gpus(3), at=now)
+        effects = pool.apply(event, now)
+        check_invariants(pool)
+        if follows_fleet(pool, now) and not isinstance(event, TurnCame):
+            assert not [each for each in effects if isinstance(each, Granted) and each.lease.within is None]
