@@ -10,9 +10,10 @@ import pytest
 from gpu_worker_pool.core import FleetOrder, FleetOrdered, Granted, Requested, Ticked, TurnCame
 from gpu_worker_pool.core.fleet_order import follows_fleet
 from gpu_worker_pool.ledger import Ledger
+from gpu_worker_pool.ledger.bell import processes_concerned
 from tests.ledger.places import InSQLite, Told, read, request
 
-ORDER = FleetOrder(1015.0, {"a": 3}, ("0",), "big", "ada's train.py", "a note")
+ORDER = FleetOrder(1015.0, {"a": 3}, ("0",), "big", "ada's train.py", "a note", "4242")
 
 
 async def leases_in(ledger: Ledger) -> set[str]:
@@ -44,6 +45,17 @@ async def test_no_process_grants_what_the_fleet_has_not_granted(tmp_path: Path) 
     await program.submit(Ticked())
     assert await leases_in(program) == {"a", "b"}
     await program.close()
+
+
+async def test_who_begins_to_wait_wakes_the_server(tmp_path: Path) -> None:
+    place = InSQLite(tmp_path)
+    ledger = place.open(Told())
+    await ledger.submit(Requested(request("a")))
+    waiters = await ledger.look(lambda pool, _: pool.queue.in_order())
+    assert await ledger.look(lambda pool, _: processes_concerned(pool, waiters)) == set()
+    await ledger.submit(FleetOrdered(ORDER))
+    assert await ledger.look(lambda pool, _: processes_concerned(pool, waiters)) == {"4242"}
+    await ledger.close()
 
 
 async def test_after_a_reboot_nothing_of_it_is_left(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ from gpu_worker_pool.errors import (
 )
 from gpu_worker_pool.hardware.leasable import readings_of, vanished_devices
 from gpu_worker_pool.hardware.proc import user_name
+from gpu_worker_pool.hardware.processes import name_of_this_process
 from gpu_worker_pool.hardware.samples import DriverAnswer
 from gpu_worker_pool.ledger.policy_file import PolicyInForce, groups_of
 
@@ -289,7 +290,7 @@ class LeaseBroker:
 
     async def follow_fleet(self, order: FleetOrder) -> None:
         """A fleet's dispatcher says whose turn it is, to all processes that use this ledger."""
-        await self._submit(FleetOrdered(order))
+        await self._submit(FleetOrdered(replace(order, process=name_of_this_process())))
 
     async def _groups_of(self, account: str) -> tuple[str, ...] | None:
         policy = self._opened().policy.policy

@@ -33,6 +33,8 @@ class FleetOrder:
     reserved_name: str = ""
     #: Why nothing is granted here at all; empty: no such reason.
     note: str = ""
+    #: The server of this host, which reports who waits.
+    process: str = ""
 
 
 def follows_fleet(pool: Pool, now: float) -> bool:

@@ -236,6 +236,7 @@ class Tables:
             data.get("reserved_for", ""),
             data.get("reserved_name", ""),
             data.get("note", ""),
+            data.get("process", ""),
         )
         return self._order
 
@@ -250,6 +251,7 @@ class Tables:
             "reserved_for": order.reserved_for,
             "reserved_name": order.reserved_name,
             "note": order.note,
+            "process": order.process,
         }
         self._execute("INSERT OR REPLACE INTO fleet_order VALUES (1, ?, ?, ?)", (order.until, _encode(data), revision))
         self._order = order
