@@ -64,7 +64,7 @@ def is_over(pool: Pool) -> None:
     """The dispatcher was not heard again: this host serves its requests itself."""
     for request_class in pool.queue.request_classes():
         request_class.tried = False
-        pool.has_new_class = True
+    pool.improved.update(pool.allocator.gpus)
 
 
 def turn_came(pool: Pool, event: TurnCame, now: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpu_worker_pool.core import (
@@ -161,6 +161,7 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS)
+@example(steps=[("order", 0, 20.0), ("large", 0, 0.5), ("cancel", 0, 20.0)])
 @settings(max_examples=150, deadline=None)
 def test_whatever_happens_nothing_is_granted_out_of_the_order(steps: list[tuple[str, int, float]]) -> None:
     """And once the fleet is not heard, nobody waits who could be served (`check_invariants`)."""
