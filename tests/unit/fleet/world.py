@@ -306,6 +306,8 @@ class World:
     def saw_order(self, host: WorldHost, order: FleetOrder) -> None:
         """What the programs of this host are told of their places."""
         for program in self.programs.values():
+            if self.store.lacks_commits:
+                continue
             is_told = program.host == host.name and program.request.request_id in order.positions
             if is_told and (program.told_waiting != self.store.losses or program.told_at == math.inf):
                 program.told_waiting, program.told_at = self.store.losses, self.now
@@ -337,7 +339,8 @@ class World:
             client.releases_at = self.now + self.random.uniform(0.5, 15.0)
             self.served += 1
         elif answer.state == "waiting":
-            if client.told_waiting != self.store.losses:
+            # What the dispatcher believes to be stored may be lost with it until it has written it again.
+            if client.told_waiting != self.store.losses and not self.store.lacks_commits:
                 client.told_waiting, client.told_at = self.store.losses, self.now
         elif answer.state == "ended":
             client.end = answer.error
