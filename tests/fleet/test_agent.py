@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpu_worker_pool.clocks import boot_time
-from gpu_worker_pool.core import Lease, LeaseState, Outcome, Request
+from gpu_worker_pool.core import Lease, LeaseState, Outcome, Request, Waiter
 from gpu_worker_pool.core.moves import RequestState
 from gpu_worker_pool.fleet.agent import FleetAgent, Seen
 from gpu_worker_pool.fleet.epoch_file import EpochFile
@@ -37,6 +37,9 @@ class Leases:
 
     async def held(self) -> list[Lease]:
         return list(self.leases)
+
+    async def held_and_waiting(self) -> tuple[list[Lease], list[Waiter]]:
+        return list(self.leases), []
 
 
 class Candidate:

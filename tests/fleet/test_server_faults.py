@@ -235,6 +235,23 @@ def test_a_client_that_cannot_reach_the_host_of_its_lease_renews_it_through_anot
             assert candidate.ask("DELETE", path, headers=token).json["released"] is True
 
 
+@pytest.mark.fault(46)
+def test_a_host_that_has_no_link_for_15_s_serves_its_programs_itself(database: str, tmp_path: Path) -> None:
+    with fleet_of(tmp_path, database, hosts=2, candidates=1, gpus=1) as fleet:
+        local = {"GPU_POOL_STATE_DIR": str(fleet["gpu-2"].folder / "state"), "GPU_BACKEND": "simulated:1"}
+        program = [sys.executable, "-m", "gpu_worker_pool", "run", "-e", "local://", "--", "true"]
+        subprocess.run(program, env=os.environ | local, check=True, timeout=60)  # its turn comes at once
+        killed_at = time.monotonic()
+        fleet["gpu-2"].kill()
+        # Its GPU is free, and somebody of the fleet may be next.
+        subprocess.run(program, env=os.environ | local, check=True, timeout=60)
+        waited = time.monotonic() - killed_at
+        assert waited > 10, waited
+        fleet["gpu-2"].start()
+        fleet.until_up()
+        subprocess.run(program, env=os.environ | local, check=True, timeout=60)
+
+
 @pytest.mark.fault(42)
 def test_a_dispatcher_that_is_cut_off_from_the_database_places_until_another_is_elected(
     database: str, tmp_path: Path

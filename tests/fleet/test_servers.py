@@ -140,12 +140,7 @@ def test_a_host_can_be_named_or_excluded(fleet: Fleet) -> None:
 
 @pytest.mark.fault(53)
 def test_gpus_that_a_program_of_a_host_holds_are_granted_around(fleet: Fleet) -> None:
-    env = {"GPU_POOL_STATE_DIR": str(fleet["gpu-1"].folder / "state"), "GPU_BACKEND": "simulated:2"}
-    program = subprocess.Popen(
-        [sys.executable, "-m", "gpu_worker_pool", "run", "-n", "2", "-e", "local://", "--", "cat"],
-        stdin=subprocess.PIPE,
-        env=os.environ | env,
-    )
+    program = program_on(fleet, "gpu-1", "-n", "2")
     try:
         assert eventually(lambda: [row["host"] for row in fleet["gpu-3"].get("/leases").json["leases"]] == ["gpu-1"])
         hosts = [granted(fleet.request("gpu-1", f"around-{number}", wait_seconds=5))["host"] for number in range(4)]
@@ -156,6 +151,92 @@ def test_gpus_that_a_program_of_a_host_holds_are_granted_around(fleet: Fleet) ->
         program.communicate()
     # The place was kept.
     assert granted(fleet.request("gpu-2", "around-4", wait_seconds=20))["host"] == "gpu-1"
+
+
+def program_on(fleet: Fleet, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """One that uses `local://` there, and ends with its input."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpu_worker_pool", "run", "-e", "local://", *arguments, "--", "cat"],
+        stdin=subprocess.PIPE,
+        env=os.environ | local_env(fleet, name),
+    )
+
+
+def local_env(fleet: Fleet, name: str) -> dict[str, str]:
+    return {"GPU_POOL_STATE_DIR": str(fleet[name].folder / "state"), "GPU_BACKEND": "simulated:2"}
+
+
+def local_queue(fleet: Fleet, name: str) -> list[dict[str, Any]]:
+    """As programs of this host see it."""
+    shown = json.loads(shown_by("queue", "--json", "-e", "local://", **local_env(fleet, name)))
+    rows: list[dict[str, Any]] = shown["queue"]
+    return rows
+
+
+def test_a_program_of_a_host_waits_for_its_turn_in_the_fleet(fleet: Fleet) -> None:
+    leases = [granted(fleet.request("gpu-2", f"held-{number}", only=["gpu-1"], wait_seconds=5)) for number in (0, 1)]
+    replies: dict[str, Reply] = {}
+
+    def wait(request_id: str, priority: int) -> None:
+        # Their accounts differ, and the one that uses more would come later.
+        body = {"only": ["gpu-1"], "priority": priority, "wait_seconds": 30}
+        replies[request_id] = fleet.request("gpu-3", request_id, **body)
+
+    def queue() -> list[str]:
+        return [row["request_id"] for row in fleet["gpu-2"].get("/queue").json["queue"]]
+
+    late = threading.Thread(target=wait, args=("late", 0))
+    late.start()
+    eventually(lambda: queue() == ["late"])
+    program = program_on(fleet, "gpu-1", "--priority", "1")
+    early = threading.Thread(target=wait, args=("early", 2))
+    try:
+        eventually(lambda: len(queue()) == 2)
+        local = queue()[0]
+        early.start()
+        eventually(lambda: queue() == ["early", local, "late"])
+        # On its host it is told its place in the whole queue, too.
+        shown = eventually(lambda: [row for row in local_queue(fleet, "gpu-1") if row["position"] == 2])
+        assert [row["request_id"] for row in shown] == [local]
+        assert "in the order of this host's fleet" in shown[0]["reasons"][0]
+
+        fleet.release("gpu-1", leases[0])
+        eventually(lambda: "early" in replies)
+        assert queue() == [local, "late"]
+        fleet.release("gpu-1", leases[1])
+        eventually(lambda: queue() == ["late"])
+        rows = fleet["gpu-3"].get("/leases").json["leases"]
+        assert [row["host"] for row in rows if row["request_id"] == local] == ["gpu-1"]
+        fleet.release("gpu-1", granted(replies["early"]))
+        late.join()
+        assert granted(replies["late"])["host"] == "gpu-1"
+    finally:
+        program.communicate()
+        for thread in (early, late):
+            thread.join()
+    assert program.returncode == 0
+
+
+def test_a_program_that_ends_while_it_waits_leaves_the_queue_of_the_fleet(fleet: Fleet) -> None:
+    leases = fill(fleet)
+    program = program_on(fleet, "gpu-2", "-n", "2")
+    eventually(lambda: len(fleet["gpu-3"].get("/queue").json["queue"]) == 1)
+    program.kill()
+    program.communicate()
+    eventually(lambda: fleet["gpu-3"].get("/queue").json["queue"] == [])
+    for lease in leases:
+        fleet.release("gpu-1", lease)
+
+
+def test_a_free_gpu_goes_to_a_program_of_its_host_at_once_also_inside_a_lease(fleet: Fleet) -> None:
+    inner = [sys.executable, "-m", "gpu_worker_pool", "run", "--no-wait", "-e", "local://", "--", "true"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu_worker_pool", "run", "--no-wait", "-n", "2", "-e", "local://", "--", *inner],
+        env=os.environ | local_env(fleet, "gpu-2"),
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0
 
 
 def test_who_waits_can_leave(fleet: Fleet) -> None:

@@ -149,7 +149,7 @@ def written(place: InSQLite) -> dict[str, Any]:
     ended = [names(row["lease"]) for row in leases if row.get("lease")]
     tables = place.read(
         "SELECT name, sql FROM sqlite_schema WHERE sql IS NOT NULL AND name NOT LIKE 'later_%'"
-        " AND name NOT IN ('unrecorded', 'totals', 'policy') ORDER BY name"
+        " AND name NOT IN ('unrecorded', 'totals', 'policy', 'fleet_order') ORDER BY name"
     )
     return {"rows": rows, "quarantine": quarantines[0], "ended lease": ended[0], "tables": tables}
 

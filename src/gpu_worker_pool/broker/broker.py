@@ -24,6 +24,8 @@ from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.core import (
     Cancelled,
     Ended,
+    FleetOrder,
+    FleetOrdered,
     GPUsVanished,
     Granted,
     Lease,
@@ -40,6 +42,7 @@ from gpu_worker_pool.core import (
     Request,
     Requested,
     RequestState,
+    TurnCame,
     UseSeen,
     Waiter,
     explain,
@@ -57,6 +60,7 @@ from gpu_worker_pool.errors import (
 )
 from gpu_worker_pool.hardware.leasable import readings_of, vanished_devices
 from gpu_worker_pool.hardware.proc import user_name
+from gpu_worker_pool.hardware.processes import name_of_this_process
 from gpu_worker_pool.hardware.samples import DriverAnswer
 from gpu_worker_pool.ledger.policy_file import PolicyInForce, groups_of
 
@@ -75,6 +79,8 @@ __all__ = ["Change", "LeaseBroker", "Waiting", "owner_of"]
 
 #: How long a poll is still answered after its deadline, so that a grant which is on its way reaches it.
 POLL_MARGIN_SECONDS: Final = 0.25
+#: How many reasons a fleet's dispatcher is told.
+MOST_REASONS: Final = 8
 #: How often to check whether the processes of holders and waiters are still there.
 WATCH_SECONDS: Final = 0.2
 
@@ -276,6 +282,20 @@ class LeaseBroker:
             raise RequestEndedError(state=RequestState.REJECTED.value)
         return lease
 
+    async def turn_came(self, request_id: str, gpu_ids: tuple[str, ...], max_seconds: float | None = None) -> Lease:
+        """Grant these GPUs to a waiting request now, or raise an `ImpossibleRequestError`; then it waits on."""
+        lease = self._answer_in(await self._submit(TurnCame(request_id, gpu_ids, max_seconds)), request_id)
+        if lease is None:
+            known = await self.known(request_id)
+            if isinstance(known, Lease) and known.is_live:
+                return known  # granted in the same moment
+            raise ImpossibleRequestError(reasons=await self._opened().look(partial(_why_not_its_turn, request_id)))
+        return lease
+
+    async def follow_fleet(self, order: FleetOrder) -> None:
+        """A fleet's dispatcher says whose turn it is, to all processes that use this ledger."""
+        await self._submit(FleetOrdered(replace(order, process=name_of_this_process())))
+
     async def _groups_of(self, account: str) -> tuple[str, ...] | None:
         policy = self._opened().policy.policy
         # The system's database of groups may be far away.
@@ -302,11 +322,14 @@ class LeaseBroker:
         """
         await self._submit_quietly(PollAbandoned(request_id, poll_id, is_gone))
 
-    async def cancel(self, request_id: str, by: str | None) -> bool:
-        """Cancel a request, and release its grant; whether there was anything to cancel."""
+    async def cancel(self, request_id: str, by: str | None, *, refused: tuple[str, ...] = ()) -> bool:
+        """Cancel a request, and release its grant; whether there was anything to cancel.
+
+        `refused`: why its fleet refuses it for good; then that is its answer.
+        """
         # Not by `self.waiting`: another process may have accepted it a moment ago.
         is_there = await self._opened().look(lambda pool, _: _is_open(pool, request_id))
-        await self._submit(Cancelled(request_id, by))
+        await self._submit(Cancelled(request_id, by, refused))
         return is_there
 
     # --- leases ---
@@ -319,6 +342,16 @@ class LeaseBroker:
     async def held(self) -> list[Lease]:
         """Offered, held and quarantined leases of the ledger; also while it cannot be written."""
         return await self._opened().look(lambda pool, _: list(pool.leases))
+
+    async def held_and_waiting(self) -> tuple[list[Lease], list[Waiter]]:
+        """The same, and those who wait outside any lease, in order of arrival: as both are at one moment."""
+
+        def look(pool: Pool, _: float) -> tuple[list[Lease], list[Waiter]]:
+            outside = (each for each in pool.queue.request_classes() if each.within is None)
+            waiters = (waiter for each in outside for waiter in each.waiters.values())
+            return list(pool.leases), sorted(waiters, key=lambda waiter: waiter.ticket)
+
+        return await self._opened().look(look)
 
     async def lease(self, lease_id: str) -> Lease | None:
         """One of `held`."""
@@ -498,6 +531,11 @@ class LeaseBroker:
                 await asyncio.gather(*map(self._submit_quietly, events))
             except Exception:  # without the watch, processes that are gone would keep their GPUs
                 logger.exception("could not check which processes are gone; trying again")
+
+
+def _why_not_its_turn(request_id: str, pool: Pool, now: float) -> tuple[str, ...]:
+    found = describe(pool, request_id, now)
+    return ("it does not wait here any more",) if found is None else found.reasons[:MOST_REASONS]
 
 
 def _is_open(pool: Pool, request_id: str) -> bool:

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool.core import Waiter, explain
+from gpu_worker_pool.core.fleet_order import position_in_fleet
 from gpu_worker_pool.core.origins import process_names
 from gpu_worker_pool.core.record import frozen
 
@@ -45,7 +46,7 @@ def describe_queue(pool: Pool, now: float) -> list[Waiting]:
     positions: Counter[str | None] = Counter()
     for waiter in pool.queue.in_order():
         positions[waiter.request.within] += 1  # each lease has its own queue for the requests inside it
-        position = positions[waiter.request.within]
+        position = position_in_fleet(pool, waiter.request.request_id, now) or positions[waiter.request.within]
         # Only waiters whose own process holds a GPU are told so.
         names = process_names(waiter.request)
         request_class = (id(waiter.request_class), () if holders.isdisjoint(names) else names)

@@ -18,6 +18,7 @@ from gpu_worker_pool.core.effects import ReadingWanted as ReadingWanted
 from gpu_worker_pool.core.effects import WakeAt as WakeAt
 from gpu_worker_pool.core.events import Cancelled as Cancelled
 from gpu_worker_pool.core.events import Event as Event
+from gpu_worker_pool.core.events import FleetOrdered as FleetOrdered
 from gpu_worker_pool.core.events import GPUsVanished as GPUsVanished
 from gpu_worker_pool.core.events import GrantRefused as GrantRefused
 from gpu_worker_pool.core.events import HolderGone as HolderGone
@@ -34,12 +35,14 @@ from gpu_worker_pool.core.events import Requested as Requested
 from gpu_worker_pool.core.events import Resumed as Resumed
 from gpu_worker_pool.core.events import Stopped as Stopped
 from gpu_worker_pool.core.events import Ticked as Ticked
+from gpu_worker_pool.core.events import TurnCame as TurnCame
 from gpu_worker_pool.core.events import Unreachable as Unreachable
 from gpu_worker_pool.core.events import UseSeen as UseSeen
 from gpu_worker_pool.core.explanation import Explanation as Explanation
 from gpu_worker_pool.core.explanation import GPUExplanation as GPUExplanation
 from gpu_worker_pool.core.explanation import explain as explain
 from gpu_worker_pool.core.explanation import explain_requirements as explain_requirements
+from gpu_worker_pool.core.fleet_order import FleetOrder as FleetOrder
 from gpu_worker_pool.core.gpus import GPUResourceState as GPUResourceState
 from gpu_worker_pool.core.moves import LeaseState as LeaseState
 from gpu_worker_pool.core.moves import RequestState as RequestState

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from gpu_worker_pool.core.fleet_order import follows_fleet
 from gpu_worker_pool.core.inside import enclosure_of, holds_back_later
 from gpu_worker_pool.core.limits import only_on
 from gpu_worker_pool.core.reservation import can_judge, gpus_to_await, gpus_to_reserve, lending_window
@@ -34,9 +35,13 @@ def _assign(pool: Pool, now: float) -> None:
     pool.has_new_class = False
     if pool.fair_share is not None:
         _renew_order(pool, pool.fair_share, now)
+    #: Whether only those inside a lease are served: the others, when a fleet's dispatcher says so.
+    in_fleet = follows_fleet(pool, now)
     request_class = pool.queue.only_class()
     if request_class is not None:
-        _serve(pool, request_class, now)
+        if not in_fleet or request_class.within is not None:
+            _serve(pool, request_class, now)
+        pool.improved.clear()
         return
     #: GPUs that later waiters cannot have.
     withheld: set[str] = set()
@@ -46,6 +51,8 @@ def _assign(pool: Pool, now: float) -> None:
     for request_class, waiter in pool.queue.heads(pool.reserved_for):
         if request_class.within is not None:
             _serve_inside(pool, request_class, waiter, held_back, now)
+            continue
+        if in_fleet:
             continue
         if pool.has_limits and _is_kept_back(pool, waiter):
             _serve_by_limit(pool, request_class, withheld, now)
@@ -167,7 +174,6 @@ def _serve(pool: Pool, request_class: RequestClass, now: float) -> None:
             request_class.tried = True
             break
         pool.grant_waiter(pool.queue.head(request_class) if request_class.lines else request_class.head, gpus, now)
-    pool.improved.clear()
 
 
 def _choose(

@@ -49,8 +49,8 @@ def end_lease(
         del pool.quarantined[lease.lease_id]
         pool.timers.clear("lease", lease.lease_id)
     elif lease.expires_at is not None:
-        # An offer was never used; an assignment within one process, which may have a limit, is handed on without a fresh
-        # reading.
+        # An offer was never used; an assignment within one process, with a time limit or without, is handed on without
+        # a fresh reading.
         read_after = now if lease.state is HELD and lease.request.ttl_seconds is not None else None
         pool.timers.clear("lease", lease.lease_id)
     enclosing = None if lease.request.within is None else pool.leases.enclosing(lease)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gpu_worker_pool.core.assignments import LeaseUse
+    from gpu_worker_pool.core.fleet_order import FleetOrder
     from gpu_worker_pool.core.policy import Policy
     from gpu_worker_pool.core.readings import Reading
     from gpu_worker_pool.core.requirements import Requirements
@@ -112,6 +113,25 @@ class Cancelled:
     request_id: str
     #: The owner that cancels; None: an administrator.
     by: str | None = None
+    #: Why the dispatcher of its fleet refuses it for good: then it is rejected.
+    refused: tuple[str, ...] = ()
+
+
+@record
+class FleetOrdered:
+    """The dispatcher of this host's fleet is heard: for a while, it says whose turn it is here."""
+
+    order: FleetOrder
+
+
+@record
+class TurnCame:
+    """The dispatcher says that it is the turn of a waiting request: it is granted these GPUs now, or waits on."""
+
+    request_id: str
+    gpu_ids: tuple[str, ...]
+    #: When its lease ends at the latest, counted from the grant, by the fleet's policy.
+    max_seconds: float | None = None
 
 
 @record
@@ -238,6 +258,8 @@ Event = (
     Requested
     | GrantRefused
     | Cancelled
+    | FleetOrdered
+    | TurnCame
     | Released
     | Renewed
     | LeaveRequested

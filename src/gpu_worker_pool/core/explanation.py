@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.core.accounts import account_name
 from gpu_worker_pool.core.events import Request
+from gpu_worker_pool.core.fleet_order import follows_fleet, position_in_fleet
 from gpu_worker_pool.core.inside import enclosure_of, holds_back_later, obstacles_inside
 from gpu_worker_pool.core.limits import never_allowed, only_on, why_kept_back
 from gpu_worker_pool.core.obstacles import Obstacle, ObstacleKind, obstacles
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 #: How many outsiders a summary names.
 MOST_NAMED = 2
+ITS_FLEET_DECIDES = "its turn comes in the order of this host's fleet"
 
 
 @record
@@ -102,16 +104,25 @@ def _explain(
     now: float,
 ) -> Explanation:
     order = pool.queue.order(waiter or Waiter(_as_if(requirements, within, request), pool.ticket + 1, pool.now))
-    position = pool.queue.position(order, within)
+    in_fleet = pool.fleet_order if within is None and follows_fleet(pool, now) else None
+    request_id = "" if waiter is None else waiter.request.request_id
+    position = position_in_fleet(pool, request_id, now) or pool.queue.position(order, within)
     waiting_seconds = 0.0 if waiter is None else now - waiter.enqueued_at
     around = None if within is None else enclosure_of(pool.leases, within)
-    if within is None:
+    if in_fleet is not None:
+        is_its_own = request_id == in_fleet.reserved_for
+        reserved_for = f"{in_fleet.reserved_name}, which has waited longer in the fleet"
+        withheld = {} if is_its_own else dict.fromkeys(in_fleet.reserved, reserved_for)
+        candidates = list(pool.allocator.gpus.values())
+    elif within is None:
         withheld, candidates = _withheld(pool, order, now), list(pool.allocator.gpus.values())
     else:
         candidates = [] if around is None else pool.leases.gpus_of(around.lease)
         withheld = {} if around is None else _withheld_inside(pool, around, order, now)
 
-    allowed = None if request is None else only_on(pool, request)
+    # In a fleet, the policy of its dispatcher counts.
+    limited = None if in_fleet is not None else request
+    allowed = None if limited is None else only_on(pool, limited)
     gpus = []
     for gpu in candidates:
         if (gpu.is_gone or gpu.last_seen is None) and not gpu.leases:
@@ -122,7 +133,7 @@ def _explain(
             else obstacles_inside(gpu, requirements, around, pool.settings, now, request)
         )
         if allowed is not None and gpu.gpu_id not in allowed:
-            text = why_kept_back(pool, request) if request is not None else None
+            text = why_kept_back(pool, limited) if limited is not None else None
             found.append(Obstacle(ObstacleKind.LIMIT, text or "its account holds as many GPUs as it may"))
         if gpu.gpu_id in withheld:
             found.append(Obstacle(ObstacleKind.RESERVED, f"reserved for {withheld[gpu.gpu_id]}"))
@@ -130,15 +141,19 @@ def _explain(
         gpus.append(GPUExplanation(gpu.gpu_id, gpu.endpoint.endpoint_id, name, tuple(found)))
     refused = () if request is None else never_allowed(pool, request)
     impossible = refused or pool.impossible(requirements, within)
-    kept_back = None if request is None else why_kept_back(pool, request)
+    kept_back = None if limited is None else why_kept_back(pool, limited)
     verdict, is_queued = _verdict(pool, requirements, gpus, impossible)
     if kept_back is not None and not impossible:
         verdict, is_queued = f"kept back by the policy: {kept_back}", True
+    if in_fleet is not None and not impossible and gpus:
+        why = in_fleet.note or ITS_FLEET_DECIDES
+        verdict, is_queued = f"{why}; {verdict}" if is_queued else why, True
     own = sum(any(obstacle.is_own for obstacle in gpu.obstacles) for gpu in gpus)
     if own and is_queued and request is not None:
         what = "it" if len(gpus) == 1 else f"{own} of them"
         verdict += f"; {own_process(request)} holds {what}: release {'it' if own == 1 else 'them'} first"
-    fairness = "" if waiter is None or within is not None else _fairness(pool, waiter)
+    is_ordered_here = within is None and in_fleet is None
+    fairness = _fairness(pool, waiter) if waiter is not None and is_ordered_here else ""
     return Explanation(
         requirements, position, waiting_seconds, tuple(gpus), impossible, verdict, is_queued, within, fairness
     )

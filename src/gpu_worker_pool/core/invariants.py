@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from gpu_worker_pool.core.fleet_order import follows_fleet
 from gpu_worker_pool.core.inside import enclosure_of, holds_back_later
 from gpu_worker_pool.core.limits import only_on
 from gpu_worker_pool.core.moves import LeaseState, RequestState
@@ -179,6 +180,8 @@ def _check_timers(pool: Pool) -> None:
         must((lease.quarantine is not None) == (lease.state is LeaseState.QUARANTINED), f"{lease} contradicts itself")
         if pool.now < lease.quarantine.until if lease.quarantine is not None else lease.expires_at is not None:
             expected.add(("lease", lease.lease_id))
+    if follows_fleet(pool, pool.now):
+        expected.add(("fleet", ""))
     running = {(kind, name) for _, kind, name in pool.timers.items() if kind != "reading"}
     must(running == expected, f"timers {running ^ expected} are missing or left over")
     earliest = min((at for at, _, _ in pool.timers.items()), default=math.inf)
@@ -189,6 +192,8 @@ def _check_timers(pool: Pool) -> None:
 def _check_nothing_forgotten(pool: Pool) -> None:
     """No lost wake-up: no request waits that could be served."""
     allocator, reserved_for = pool.allocator, pool.reserved_for
+    in_fleet = follows_fleet(pool, pool.now)
+    must(not in_fleet or reserved_for is None, "GPUs are reserved here, and the fleet's dispatcher does not know it")
     withheld: set[str] = set()
     held_back: set[str] = set()
     lent: tuple[float, set[str]] | None = None
@@ -203,6 +208,8 @@ def _check_nothing_forgotten(pool: Pool) -> None:
                 if holds_back_later(gpus, waiter, around, pool.settings, pool.now):
                     held_back.add(within)
             continue
+        if in_fleet:
+            continue  # its dispatcher says when it is served
         allowed = only_on(pool, waiter.request)
         if allowed is not None:
             # A limit keeps it back: it blocks nobody, and nothing is reserved for it.

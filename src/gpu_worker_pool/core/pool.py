@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpu_worker_pool.core import ending, leaving, legality, placing, renewing, replication
+from gpu_worker_pool.core import ending, fleet_order, leaving, legality, placing, renewing, replication
 from gpu_worker_pool.core.allocator import GPUAllocator
 from gpu_worker_pool.core.assigning import assign
 from gpu_worker_pool.core.assignments import Lease, WorkerAssignmentTracker, with_limit
@@ -19,6 +19,7 @@ from gpu_worker_pool.core.effects import Effect, Ended, Granted, WakeAt
 from gpu_worker_pool.core.events import (
     Cancelled,
     Event,
+    FleetOrdered,
     GPUsVanished,
     GrantRefused,
     HolderGone,
@@ -33,6 +34,7 @@ from gpu_worker_pool.core.events import (
     Resumed,
     Stopped,
     Ticked,
+    TurnCame,
     Unreachable,
     UseSeen,
 )
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from gpu_worker_pool.core.assignments import HeldGPU
     from gpu_worker_pool.core.events import Request
     from gpu_worker_pool.core.fair_share import Use
+    from gpu_worker_pool.core.fleet_order import FleetOrder
     from gpu_worker_pool.core.gpus import GPUResourceState
     from gpu_worker_pool.core.replication import Counters, GPUHistory
     from gpu_worker_pool.core.requirements import Requirements
@@ -100,6 +103,8 @@ class Pool:
         self.tally: dict[RequestState | LeaseState, int] = dict.fromkeys((*RequestState, *LeaseState), 0)
         #: The one waiter with reserved GPUs; `Waiter.reserved` names them (rule 4).
         self.reserved_for: Waiter | None = None
+        #: What a fleet's dispatcher said last of the order of those who wait here; None: this pool is of no fleet.
+        self.fleet_order: FleetOrder | None = None
         #: Whether there is a request class for which no GPU was looked for yet.
         self.has_new_class: bool = False
         #: GPUs that may have become eligible for a waiter since the last assignment.
@@ -140,9 +145,15 @@ class Pool:
         histories: Iterable[GPUHistory] = (),
         counters: Counters | None = None,
         uses: Iterable[Use] = (),
+        order: FleetOrder | None = None,
     ) -> None:
-        """Each of `news` replaces what the pool knows of its request; new waiters must come in order of arrival."""
+        """Each of `news` replaces what the pool knows of its request; new waiters must come in order of arrival.
+
+        `order`: None: as before.
+        """
         replication.replicate(self, news, histories, counters, uses)
+        if order is not None:
+            fleet_order.take_order(self, order)
 
     def remember(self, outcome: Outcome) -> None:
         """An outcome that this process had forgotten."""
@@ -190,6 +201,8 @@ class Pool:
                 assert isinstance(waiter, Waiter)  # its timer is cleared when it leaves the queue
                 has_timed_out = waiter.deadline is not None and waiter.deadline <= now
                 self.end_request(waiter, RequestState.TIMED_OUT if has_timed_out else RequestState.GIVEN_UP, now)
+            elif kind == "fleet":
+                fleet_order.is_over(self)
             elif kind == "lease":
                 lease = self.leases.lookup(name)
                 assert lease is not None  # as above
@@ -206,14 +219,16 @@ class Pool:
 
     # ---- Rule 4: order. Rule 6: every request ends exactly once
 
-    def grant_waiter(self, waiter: Waiter, gpus: tuple[GPUResourceState, ...], now: float) -> None:
+    def grant_waiter(
+        self, waiter: Waiter, gpus: tuple[GPUResourceState, ...], now: float, longest_seconds: float | None = None
+    ) -> None:
         self._leave_queue(waiter, GRANTED)
         offer_deadline = None
         if waiter.poll_deadline is not None and now > waiter.poll_deadline:
             # Rule 9: a client that is between two polls has `offer_ttl_seconds` to come back, but an offer never
             # outlives the client's place in the queue.
             offer_deadline = min(now + self.settings.offer_ttl_seconds, waiter.gives_up_at or math.inf)
-        self.grant(waiter.request, waiter.enqueued_at, offer_deadline, gpus, now, waiter.poll_id)
+        self.grant(waiter.request, waiter.enqueued_at, offer_deadline, gpus, now, waiter.poll_id, longest_seconds)
 
     def grant(
         self,
@@ -223,8 +238,12 @@ class Pool:
         gpus: tuple[GPUResourceState, ...],
         now: float,
         poll_id: str,
+        longest_seconds: float | None = None,
     ) -> None:
-        """The one place that grants; `offer_deadline`: by when its client must claim it, if none is polling now."""
+        """The one place that grants; `offer_deadline`: by when its client must claim it, if none is polling now.
+
+        `longest_seconds`: how long the lease may last by the policy of the fleet.
+        """
         self.fence = fence = self.fence + 1
         state, expires_at = HELD, None
         if offer_deadline is not None:
@@ -246,7 +265,9 @@ class Pool:
         lease = Lease(
             lease_id, request, endpoint_id, gpu_ids, held, fence, state, requested_at, now, expires_at, None, poll_id
         )
-        if self.has_limits and (longest_seconds := limits_of(self, request).longest_seconds) is not None:
+        if self.has_limits and (own_limit := limits_of(self, request).longest_seconds) is not None:
+            longest_seconds = own_limit if longest_seconds is None else min(own_limit, longest_seconds)
+        if longest_seconds is not None:
             lease = replace(lease, longest_seconds=longest_seconds)
         if request.max_seconds is not None or lease.longest_seconds is not None:
             lease = with_limit(lease)
@@ -308,7 +329,8 @@ class Pool:
             return
         self.ticket += 1
         requirements, within = request.requirements, request.within
-        is_alone = not queue.waiting and not self.has_limits
+        in_fleet = within is None and fleet_order.follows_fleet(self, now)
+        is_alone = not queue.waiting and not self.has_limits and not in_fleet
         if is_alone:
             # No waiter can be overtaken: serve it at once, if a GPU is eligible.
             gpus: tuple[GPUResourceState, ...] | None = None
@@ -397,7 +419,8 @@ class Pool:
     def _cancelled(self, event: Cancelled, now: float) -> None:
         known = self.requests.get(event.request_id)
         if isinstance(known, Waiter):
-            self.end_request(known, RequestState.CANCELLED, now)
+            state = RequestState.REJECTED if event.refused else RequestState.CANCELLED
+            self.end_request(known, state, now, event.refused)
         elif isinstance(known, Lease) and known.is_live:
             ending.give_back(self, known, now)
 
@@ -469,6 +492,8 @@ class Pool:
         Requested: (legality.check_requested, _requested),
         GrantRefused: (legality.check_grant_refused, placing.undo),
         Cancelled: (legality.check_cancelled, _cancelled),
+        FleetOrdered: (None, fleet_order.ordered),
+        TurnCame: (None, fleet_order.turn_came),
         Released: (legality.check_released, _released),
         Renewed: (legality.check_renewed, renewing.renewed),
         LeaveRequested: (legality.check_leave_requested, leaving.leave_requested),

@@ -108,12 +108,19 @@ class Requirements:
 
 
 def names_gpu(name: str, reading: Reading) -> bool:
-    """Whether a user's `name` means this GPU: its id, its index, its host, `HOST:INDEX`, its UUID or its beginning."""
+    """Whether a user's `name` means this GPU: its id, its index, its UUID or its beginning.
+
+    In a fleet also its host, and `HOST:NAME` with what it is called there.
+    """
     if name == reading.gpu_id or name == str(reading.index):
         return True
-    if reading.host and name in (reading.host, f"{reading.host}:{reading.host_index}"):
-        return True
     uuid = reading.uuid
+    if reading.host:
+        host, separator, at_host = name.partition(":")
+        if host == reading.host:
+            if not separator or at_host == str(reading.host_index) or reading.gpu_id == f"{host}/{at_host}":
+                return True
+            name = at_host
     return uuid is not None and name.startswith(("GPU-", "MIG-")) and uuid.startswith(name)
 
 

@@ -7,8 +7,8 @@ from heapq import heapify, heappop, heappush
 from typing import Literal
 
 #: Of a pool, then of the dispatcher of a fleet.
-Kind = Literal["waiter", "lease", "reading", "poll", "placement", "pool", "hearing"]
-POOL_KINDS: tuple[Kind, ...] = ("waiter", "lease", "reading")
+Kind = Literal["waiter", "lease", "reading", "fleet", "poll", "placement", "pool", "hearing", "order"]
+POOL_KINDS: tuple[Kind, ...] = ("waiter", "lease", "reading", "fleet")
 
 
 class Timers:

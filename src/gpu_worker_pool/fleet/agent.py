@@ -20,7 +20,9 @@ from gpu_worker_pool.clocks import boot_time
 from gpu_worker_pool.config import is_private_url
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.backoff import backoff_seconds
+from gpu_worker_pool.core.fleet_order import FleetOrder
 from gpu_worker_pool.core.moves import LeaseState
+from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.remembered import Outcome
 from gpu_worker_pool.errors import (
     GPUWorkerPoolError,
@@ -36,6 +38,8 @@ from gpu_worker_pool.fleet.messages import (
     CallAnswer,
     EndedRow,
     HostLease,
+    HostOrder,
+    HostWaiter,
     TurnedAway,
     Welcome,
 )
@@ -47,7 +51,6 @@ if TYPE_CHECKING:
     import aiohttp
 
     from gpu_worker_pool.core.events import Request
-    from gpu_worker_pool.core.queue import Waiter
     from gpu_worker_pool.fleet.epoch_file import EpochFile
     from gpu_worker_pool.fleet.host_side import HostEffect, HostSide
     from gpu_worker_pool.fleet.keys import FleetKeys
@@ -60,8 +63,12 @@ logger: logging.Logger = logging.getLogger(__name__)
 LONGEST_READING_SECONDS: Final = 0.5
 #: How often a host without a link checks whether it must renew leases for their holders.
 RENEW_SECONDS: Final = 0.5
+#: How often the ledger of a host is told that its fleet's dispatcher is there.
+FOLLOW_SECONDS: Final = 3.0
 #: How many ended leases of the fleet are reported again to each new dispatcher.
 MOST_ENDED: Final = 2000
+#: How many requests that wait in the ledger are reported: those behind them are when these are served.
+MOST_WAITING: Final = 2000
 #: What others may ask of this host.
 _CALLS: Final = ("renew", "release", "yield")
 #: The longest pause before a candidate is tried again. Hosts that lost one come back within this time, so that they do
@@ -75,9 +82,12 @@ class HostBroker(Protocol):
 
     async def known(self, request_id: str) -> Waiter | Lease | Outcome | None: ...
     async def place(self, request: Request, *, poll_id: str = "", is_offer: bool = False) -> Lease: ...
-    async def cancel(self, request_id: str, by: str | None) -> bool: ...
+    async def turn_came(self, request_id: str, gpu_ids: tuple[str, ...], max_seconds: float | None = None) -> Lease: ...
+    async def follow_fleet(self, order: FleetOrder) -> None: ...
+    async def cancel(self, request_id: str, by: str | None, *, refused: tuple[str, ...] = ()) -> bool: ...
     async def poll_abandoned(self, request_id: str, poll_id: str, *, is_gone: bool = True) -> None: ...
     async def held(self) -> list[Lease]: ...
+    async def held_and_waiting(self) -> tuple[list[Lease], list[Waiter]]: ...
     async def granted_and_ended(self, most: int) -> list[Outcome]: ...
     async def renew(self, lease_id: str, by: str | None, *, is_busy: bool = False) -> Lease: ...
     async def release(self, lease_id: str, by: str | None) -> None: ...
@@ -145,6 +155,7 @@ class FleetAgent(Questions):
             self._remember(outcome)
         for url in dict.fromkeys((*self._first, *self._epochs.candidates)):
             self._dial(url)
+        self._run(self._keep_following())
 
     async def stop(self) -> None:
         """Waiting callers get a `FleetUnavailableError`."""
@@ -275,14 +286,16 @@ class FleetAgent(Questions):
                         raise
                 case host_side.DoPlace():
                     self._run(self._place(effect))
-                case host_side.DoEnd(request_id=request_id):
-                    self._run(self._quietly(self._broker.cancel(request_id, None)))
+                case host_side.DoEnd(request_id=request_id, refused=refused):
+                    self._run(self._quietly(self._broker.cancel(request_id, None, refused=refused)))
                 case host_side.DoAbandon(request_id=request_id, poll_id=poll_id, is_gone=is_gone):
                     self._run(self._quietly(self._broker.poll_abandoned(request_id, poll_id, is_gone=is_gone)))
                 case host_side.DoRead():
                     self._unread.clear()  # everything is reported now, and not with the reading
                     self.changed()
                     self._want_reading(boot_time())
+                case host_side.FollowFleet(order=order):
+                    self._run(self._follow_fleet(order))
                 case host_side.Settled(message=message):
                     self._settle(message)
                 case host_side.DispatcherIs(candidate=candidate):
@@ -321,6 +334,11 @@ class FleetAgent(Questions):
                 lease = known
                 if place.is_listening:
                     lease = await self._broker.place(known.request, poll_id=place.poll_id)
+            elif isinstance(known, Waiter):
+                lease = await self._broker.turn_came(request_id, place.gpu_ids, place.request.max_seconds)
+            elif place.waits_there:
+                self._perform(self._side.refused(effect, ("it does not wait here any more",)))
+                return
             else:
                 requirements = replace(
                     place.request.requirements, only=place.gpu_ids, exclude=(), count=len(place.gpu_ids)
@@ -339,6 +357,30 @@ class FleetAgent(Questions):
             is_held = lease.state is LeaseState.HELD
             self._perform(self._side.placed(effect, _lease_row(lease, boot_time()), body, is_held=is_held))
         self.changed()
+
+    # --- the order of the fleet, for those who wait in the ledger ---
+
+    async def _follow_fleet(self, order: HostOrder | None) -> None:
+        now = boot_time()
+        if order is None:
+            known = FleetOrder(now)
+        else:
+            known = FleetOrder(
+                now + host_side.OWN_ORDER_SECONDS,
+                order.positions,
+                order.reserved,
+                order.reserved_for,
+                order.reserved_name,
+                order.note,
+            )
+        with suppress(GPUWorkerPoolError):  # what cannot be written, cannot be granted either
+            await self._broker.follow_fleet(known)
+
+    async def _keep_following(self) -> None:
+        while True:
+            await asyncio.sleep(FOLLOW_SECONDS)
+            if self._side.order is not None:
+                await self._follow_fleet(self._side.order)
 
     # --- reports ---
 
@@ -378,7 +420,7 @@ class FleetAgent(Questions):
                 self._is_outdated = False
                 await asyncio.sleep(0)
                 try:
-                    leases = await self._broker.held()
+                    leases, waiters = await self._broker.held_and_waiting()
                 except GPUWorkerPoolError:
                     return  # nothing is reported, so that nothing is granted here
                 now, seen = boot_time(), self._see()
@@ -390,7 +432,8 @@ class FleetAgent(Questions):
                 self._reported_at = None if seen is None else seen.begun_at
                 rows = [_lease_row(lease, now) for lease in leases]
                 ended = tuple(self._ended.values())
-                self._perform(self._side.observe(gpus, rows, ended, age_seconds=age, unread=self._unread))
+                waiting = [HostWaiter(waiter.request, waiter.may_reserve) for waiter in waiters[:MOST_WAITING]]
+                self._perform(self._side.observe(gpus, rows, ended, waiting, age_seconds=age, unread=self._unread))
         finally:
             self._is_observing = False
 

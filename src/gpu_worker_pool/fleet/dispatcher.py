@@ -199,6 +199,10 @@ class Dispatcher(Reports):
         if known is None and (refusal := self._why_not(ask)) is not None:
             self._send(server, refusal)
             return
+        if known is not None and known.waits_at and known.placement is None and known.request.owner == request.owner:
+            # It waited in the ledger of its server before that was in the fleet, and is asked of the fleet now.
+            self._drop_waiter(known, now)
+            known = None
         if known is not None and known.is_adopted and known.request.owner == request.owner:
             self._learn_request(known, request)
         deadline = now + min(max(ask.wait_seconds, 0.0), LONGEST_POLL_SECONDS)
@@ -326,6 +330,8 @@ class Dispatcher(Reports):
             self._send(server, CallAnswer(message.call_id, error="NotYourLeaseError", text=text))
             return
         if (placement := asked.placement) is None:
+            if asked.waits_at:
+                self._refuse_waiter(asked.waits_at, request_id)
             self._pool(Cancelled(request_id), now)
         else:
             placement.ends_as = RequestState.CANCELLED
@@ -344,6 +350,8 @@ class Dispatcher(Reports):
                 self._placement_is_late(name, now)
             elif kind == "pool":
                 self._pool(Ticked(), now)
+            elif kind == "order":
+                self._tell_order(now)
             elif kind == "hearing" and self._early is not None:
                 self._begin(now)
 
@@ -361,6 +369,9 @@ class Dispatcher(Reports):
             asked = Asked(request, int(row["ticket"]), float(row["enqueued_at"]), bool(row["may_reserve"]), True)
             asked.poll_deadline, asked.gives_up_at = now, now + ttl
             self._asked[request_id] = asked
+            asked.waits_at = str(row.get("waits_at", ""))
+            if asked.waits_at in self.hosts:
+                self.hosts[asked.waits_at].waiting[request_id] = None
             waiters.append(
                 Waiter(pooled(request), asked.ticket, asked.enqueued_at, None, now, now + ttl, asked.may_reserve)
             )
@@ -431,7 +442,13 @@ class Dispatcher(Reports):
             asked = self._asked.get(key)
             if asked is None or (asked.placement is not None and asked.placement.is_placed):
                 return None  # it has no place in the queue any more
-            return request_document(asked.request, asked.ticket, asked.enqueued_at, may_reserve=asked.may_reserve)
+            return request_document(
+                asked.request,
+                asked.ticket,
+                asked.enqueued_at,
+                may_reserve=asked.may_reserve,
+                waits_at=asked.waits_at,
+            )
         if table == HOSTS:
             host = self.hosts.get(key)
             return None if host is None else host.document()

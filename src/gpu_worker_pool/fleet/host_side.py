@@ -15,6 +15,7 @@ from gpu_worker_pool.fleet.messages import (
     End,
     EndedRow,
     EpochRefused,
+    HostOrder,
     Join,
     Place,
     Placed,
@@ -28,10 +29,12 @@ from gpu_worker_pool.fleet.messages import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from gpu_worker_pool.fleet.messages import GPURow, HostLease, Message, ToHost
+    from gpu_worker_pool.fleet.messages import GPURow, HostLease, HostWaiter, Message, ToHost
 
 #: A lease that was just placed may be missing from this many reports.
 MOST_MISSED: Final = 2
+#: How long a host without a link waits before it serves those who wait in its ledger itself.
+OWN_ORDER_SECONDS: Final = 15.0
 #: How many requests that a dispatcher withdrew are remembered.
 MOST_WITHDRAWN: Final = 10_000
 
@@ -58,7 +61,8 @@ class RememberEpoch:
 class DoPlace:
     """Let the broker grant `place.request`, which names the GPUs, at once or not at all (`Requested.may_wait`).
 
-    Where the request has a lease already, that is the answer. Then call `placed` or `refused`.
+    Where the request has a lease already, that is the answer; where it waits in the ledger, its turn has come
+    (`TurnCame`). Then call `placed` or `refused`.
     """
 
     to: str
@@ -67,10 +71,11 @@ class DoPlace:
 
 @record
 class DoEnd:
-    """Cancel this request, and release its lease."""
+    """Cancel this request, and release its lease; where it waits in the ledger and is refused, that is its answer."""
 
     request_id: str
     reason: str
+    refused: tuple[str, ...] = ()
 
 
 @record
@@ -85,6 +90,16 @@ class DoAbandon:
 @record
 class DoRead:
     """Call `observe` immediately without a reading (`gpus=None`), then read the GPUs and call it again."""
+
+
+@record
+class FollowFleet:
+    """The ledger follows the fleet (`FleetOrdered`): for `OWN_ORDER_SECONDS`, and again while `follows_fleet`.
+
+    None: from now on, it does not.
+    """
+
+    order: HostOrder | None
 
 
 @record
@@ -104,7 +119,9 @@ class DispatcherIs:
     url: str
 
 
-HostEffect = SendToCandidate | RememberEpoch | DoPlace | DoEnd | DoAbandon | DoRead | Settled | DispatcherIs
+HostEffect = (
+    SendToCandidate | RememberEpoch | DoPlace | DoEnd | DoAbandon | DoRead | FollowFleet | Settled | DispatcherIs
+)
 
 
 class HostSide:
@@ -141,6 +158,10 @@ class HostSide:
         self._unobserved: dict[str, tuple[HostLease, int]] = {}
         #: The last reading of each GPU.
         self._last_gpus: tuple[GPURow, ...] = ()
+        #: Requests that wait in the ledger, as they were reported.
+        self._waiting: dict[str, HostWaiter] = {}
+        #: What the dispatcher said of the order in which they wait; None: it does not serve them, or there is none.
+        self.order: HostOrder | None = None
         #: Requests whose leases a dispatcher withdrew before a client learned of them: they have not ended.
         self._withdrawn: OrderedDict[str, None] = OrderedDict()
 
@@ -161,7 +182,7 @@ class HostSide:
         """The link to this candidate is closed. `candidate` is the caller's name for that link."""
         if candidate != self.dispatcher_link:
             return []
-        self.dispatcher_link, self._is_whole_due = "", True
+        self.dispatcher_link, self._is_whole_due, self.order = "", True, None
         return [DispatcherIs("", self.epoch, "", "")]
 
     def received(self, candidate: str, message: ToHost, now: float) -> list[HostEffect]:  # noqa: ARG002  # for `agent`
@@ -169,7 +190,7 @@ class HostSide:
         match message:
             case Welcome():
                 return self._welcomed(candidate, message)
-            case Place() | End() | PollEnded() | ReportWanted():
+            case Place() | End() | HostOrder() | PollEnded() | ReportWanted():
                 effects = self._obey(candidate, message.epoch, message.dispatcher)
                 if self._is_obeyed(message.epoch, message.dispatcher):
                     effects += self._command(candidate, message)
@@ -188,7 +209,8 @@ class HostSide:
         if self._is_obeyed(welcome.epoch, welcome.dispatcher) and not is_known:
             self.dispatcher_link, self._is_whole_due = candidate, True
             effects.append(DispatcherIs(candidate, welcome.epoch, welcome.dispatcher, welcome.dispatcher_url))
-            effects.append(DoRead())
+            self.order = HostOrder(welcome.epoch, welcome.dispatcher) if welcome.serves_hosts else None
+            effects += [FollowFleet(self.order), DoRead()]
         return effects
 
     def _obey(self, candidate: str, epoch: int, owner: str) -> list[HostEffect]:
@@ -204,7 +226,12 @@ class HostSide:
     def _refusal(self, candidate: str) -> SendToCandidate:
         return SendToCandidate(candidate, EpochRefused(self.epoch, self.epoch_owner))
 
-    def _command(self, candidate: str, message: Place | End | PollEnded | ReportWanted) -> list[HostEffect]:
+    def _command(self, candidate: str, message: Place | End | HostOrder | PollEnded | ReportWanted) -> list[HostEffect]:
+        if isinstance(message, HostOrder):
+            if self.order is None:
+                return []  # of a link that is closed
+            self.order = message
+            return [FollowFleet(message)]
         if isinstance(message, PollEnded):
             return [DoAbandon(message.request_id, message.poll_id, message.is_gone)]
         if isinstance(message, ReportWanted):
@@ -217,7 +244,7 @@ class HostSide:
             self._withdrawn[message.request_id] = None
             if len(self._withdrawn) > MOST_WITHDRAWN:
                 self._withdrawn.popitem(last=False)
-            return [DoEnd(message.request_id, message.reason)]
+            return [DoEnd(message.request_id, message.reason, message.refused)]
         request = message.request
         self._withdrawn.pop(request.request_id, None)
         requirements = replace(request.requirements, only=message.gpu_ids, exclude=())
@@ -250,6 +277,7 @@ class HostSide:
         gpus: Sequence[GPURow] | None,
         leases: Sequence[HostLease],
         ended: Sequence[EndedRow],
+        waiting: Sequence[HostWaiter] = (),
         *,
         age_seconds: float | None,
         unread: Collection[str] = (),
@@ -257,6 +285,7 @@ class HostSide:
         """Reports what has changed. Call it with everything, after every reading and after every change of a lease.
 
         `gpus`: None where nothing was read since the last call. `ended`: what is remembered of requests of the fleet.
+        `waiting`: those outside any lease, in order of arrival, at the same moment as `leases`.
         `unread`: leases that have ended since that reading; that they have is reported with the next one.
         """
         is_new = gpus is not None
@@ -285,11 +314,16 @@ class HostSide:
         new = tuple([row for row in held.values() if is_whole or not self._is_known(row)])
         over = tuple(map(self._ended, ended)) if is_whole else self._over(held, ended)
         self._gpus, self._leases = rows, held
-        if not is_whole and age_seconds is None and not (changed or missing or new or over):
+        now_waiting = {row.request.request_id: row for row in waiting}
+        waited = {} if is_whole else self._waiting
+        come = tuple([row for request_id, row in now_waiting.items() if waited.get(request_id) != row])
+        gone = tuple([request_id for request_id in waited if request_id not in now_waiting])
+        self._waiting = now_waiting
+        if not is_whole and age_seconds is None and not (changed or missing or new or over or come or gone):
             return []
         self._numbered += 1
         self._is_whole_due = False
-        report = Report(self._numbered, is_whole, age_seconds, changed, missing, new, over)
+        report = Report(self._numbered, is_whole, age_seconds, changed, missing, new, over, come, gone)
         return [SendToCandidate(self.dispatcher_link, report)]
 
     def _is_known(self, row: HostLease) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.core.readings import Reading
@@ -12,7 +12,8 @@ from gpu_worker_pool.fleet.messages import FORMAT, OLDEST_FORMAT
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gpu_worker_pool.fleet.messages import GPURow, Join
+    from gpu_worker_pool.core.requirements import Requirements
+    from gpu_worker_pool.fleet.messages import GPURow, HostOrder, Join
 
 #: Between the name of a host and a GPU of it, in the ids of the dispatcher's pool.
 OF: Final = "/"
@@ -22,8 +23,19 @@ def pool_gpu_id(host: str, gpu_id: str) -> str:
     return f"{host}{OF}{gpu_id}"
 
 
+def host_of_gpu(pool_id: str) -> str:
+    return pool_id.partition(OF)[0]
+
+
 def gpu_id_at_host(pool_id: str) -> str:
     return pool_id.partition(OF)[2]
+
+
+def at_host(requirements: Requirements, host: str) -> Requirements:
+    """The same for this host's GPUs alone, in the words of the fleet (`core.requirements.names_gpu`)."""
+    only = (host,) if requirements.only is None else tuple([f"{host}:{name}" for name in requirements.only])
+    exclude = tuple([f"{host}:{name}" for name in requirements.exclude])
+    return replace(requirements, only=only, exclude=exclude)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +63,9 @@ class KnownHost:
     seen_at: float = -math.inf
     #: By its ids of its leases, the pool's.
     leases: dict[str, str] = field(default_factory=dict)
+    #: Requests that wait in its ledger, and what was said to it last of the order in which they do.
+    waiting: dict[str, None] = field(default_factory=dict)
+    order: HostOrder | None = None
 
     @property
     def is_compatible(self) -> bool:
@@ -67,6 +82,7 @@ class KnownHost:
     def joined(self, join: Join, now: float) -> None:
         self.url, self.version, self.format, self.is_candidate = join.url, join.version, join.format, join.is_candidate
         self.is_linked, self.is_heard, self.reported, self.seen_at = True, False, 0, now
+        self.order = None
 
     def next_command(self) -> int:
         self.commanded += 1

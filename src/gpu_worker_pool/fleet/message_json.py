@@ -24,6 +24,8 @@ from gpu_worker_pool.fleet.messages import (
     EpochRefused,
     GPURow,
     HostLease,
+    HostOrder,
+    HostWaiter,
     Join,
     Place,
     Placed,
@@ -71,6 +73,7 @@ _KINDS: Final[dict[str, type[Any]]] = {
         TurnedAway,
         Place,
         End,
+        HostOrder,
         PollEnded,
         ReportWanted,
         Answer,
@@ -170,6 +173,12 @@ def _object(value: object) -> dict[str, Any]:
     return value
 
 
+def _numbers(value: object) -> dict[str, int]:
+    if not isinstance(value, dict) or len(value) > MOST_ROWS:
+        raise MessageError(f"must be an object of at most {MOST_ROWS} numbers")
+    return {_text(name): _integer(number) for name, number in value.items()}
+
+
 def _size(value: object) -> int:
     if isinstance(value, dict):
         return 1 + sum(map(_size, value.values()))
@@ -223,6 +232,7 @@ _CODECS: Final[dict[str, tuple[Callable[[Any], Any] | None, Callable[[object], A
     "tuple[str, ...]": (list, _many(_text)),
     "tuple[int, ...]": (list, _many(_integer)),
     "Mapping[str, Any]": (dict, _object),
+    "Mapping[str, int]": (dict, _numbers),
     "Request": (to_json, _request),
     "HostLease": (_row, lambda row: _value(HostLease, row)),
     "EndedRow | None": (
@@ -231,5 +241,6 @@ _CODECS: Final[dict[str, tuple[Callable[[Any], Any] | None, Callable[[object], A
     ),
     "tuple[GPURow, ...]": _rows(GPURow),
     "tuple[HostLease, ...]": _rows(HostLease),
+    "tuple[HostWaiter, ...]": _rows(HostWaiter),
     "tuple[EndedRow, ...]": _rows(EndedRow),
 }

@@ -82,6 +82,14 @@ class HostLease:
 
 
 @record
+class HostWaiter:
+    """A request that waits in the ledger of a host, such as one of a program that uses `local://`."""
+
+    request: Request
+    may_reserve: bool = True
+
+
+@record
 class EndedRow:
     """A request that a host granted, and whose lease has ended: it must not be granted again."""
 
@@ -129,6 +137,9 @@ class Report:
     leases: tuple[HostLease, ...] = ()
     #: Leases that have ended; in a whole report also what the host remembers of requests of the fleet.
     ended: tuple[EndedRow, ...] = ()
+    #: Requests that wait in its ledger, in order of arrival; and the ids of those that do not any more.
+    waiting: tuple[HostWaiter, ...] = ()
+    not_waiting: tuple[str, ...] = ()
 
 
 @record
@@ -243,6 +254,8 @@ class Welcome:
     is_own: bool = False
     #: Tokens of clients that sent none are derived from it; it is the same on all servers.
     secret: str = field(default="", repr=False)
+    #: Whether this dispatcher serves what waits in the ledgers of hosts. One of an older version does not.
+    serves_hosts: bool = False
 
 
 @record
@@ -266,6 +279,8 @@ class Place:
     poll_id: str = ""
     #: Whether its client waits for the answer: then it is held at once, otherwise offered.
     is_listening: bool = True
+    #: Whether it waits in the ledger of this host: it is refused where it does not any more.
+    waits_there: bool = False
 
 
 @record
@@ -277,6 +292,24 @@ class End:
     number: int
     request_id: str
     reason: str = ""
+    #: Why it is refused for good, where it waits in the ledger of this host.
+    refused: tuple[str, ...] = ()
+
+
+@record
+class HostOrder:
+    """What the requests that wait in the ledger of this host are told of the fleet's order."""
+
+    epoch: int
+    dispatcher: str
+    #: By request id, the places in the whole queue.
+    positions: Mapping[str, int] = field(default_factory=dict)
+    #: GPUs of this host that are reserved, at the host; for which request, and what it is called.
+    reserved: tuple[str, ...] = ()
+    reserved_for: str = ""
+    reserved_name: str = ""
+    #: Why nothing is granted at this host at all.
+    note: str = ""
 
 
 @record
@@ -350,5 +383,5 @@ FromHost = (
     | Call
     | CallAnswer
 )
-ToHost = Welcome | TurnedAway | Place | End | PollEnded | ReportWanted | Answer | CallAnswer | Call
+ToHost = Welcome | TurnedAway | Place | End | HostOrder | PollEnded | ReportWanted | Answer | CallAnswer | Call
 Message = FromHost | ToHost

@@ -103,6 +103,8 @@ class Asked:
     placement: Placement | None = None
     #: Known from a host's report only, which does not say everything that its client asked for.
     is_adopted: bool = False
+    #: The host in whose ledger it waits, and which alone may serve it; empty: it was asked of the fleet.
+    waits_at: str = ""
 
 
 class Placing:
@@ -123,7 +125,7 @@ class Placing:
         self._untold: dict[str, list[str]] = {}
         #: Leases that are to end at their host: (host, request id).
         self._unwanted: dict[tuple[str, str], str] = {}
-        self._timers = Timers(("poll", "placement", "pool", "hearing"))
+        self._timers = Timers(("poll", "placement", "pool", "hearing", "order"))
         self._effects: list[Effect] = []
         self._rows = ChangedRows(rows, self._document, MOST_OUTCOMES)
 
@@ -185,7 +187,8 @@ class Placing:
             request = replace(request, max_seconds=limit)
         gpu_ids = tuple(map(gpu_id_at_host, placement.gpu_ids))
         poll_id, is_listening = asked.poll_id, bool(asked.polls)
-        place = Place(self.epoch, self.name, placement.number, request, gpu_ids, poll_id, is_listening)
+        number, waits_there = placement.number, bool(asked.waits_at)
+        place = Place(self.epoch, self.name, number, request, gpu_ids, poll_id, is_listening, waits_there)
         self._send(host.name, place)
         self._timers.set("placement", request.request_id, now + PLACE_AGAIN_SECONDS)
 
@@ -195,6 +198,8 @@ class Placing:
             return
         for poll_id in list(asked.polls):
             self._answer(asked, poll_id, Answer(poll_id, request_id, "ended", reasons=reasons, error=state.value))
+        if asked.waits_at and state is RequestState.REJECTED:
+            self._refuse_waiter(asked.waits_at, request_id, reasons)
         if state is not RequestState.GRANTED:
             document = outcome_document(asked.request, state.value, now, reasons)
             self._rows.mark_outcome(request_id, document)
@@ -207,6 +212,8 @@ class Placing:
         asked.polls.clear()
         self._untold.pop(request_id, None)
         self._timers.clear("placement", request_id)
+        if asked.waits_at in self.hosts:
+            self.hosts[asked.waits_at].waiting.pop(request_id, None)
         if self._asked.pop(request_id, None) is not None:
             self._rows.mark(REQUESTS, request_id)
 
@@ -229,6 +236,15 @@ class Placing:
         host = self.hosts[name]
         if host.is_linked:
             self._send(name, End(self.epoch, self.name, host.next_command(), request_id, reason))
+
+    def _refuse_waiter(self, name: str, request_id: str, reasons: tuple[str, ...] = ()) -> None:
+        """End a request that waits in the ledger of this host. If that is lost, the host reports it again.
+
+        `reasons`: why it is refused for good; without any, it was cancelled.
+        """
+        host = self.hosts.get(name)
+        if host is not None and host.is_linked:
+            self._send(name, End(self.epoch, self.name, host.next_command(), request_id, "; ".join(reasons), reasons))
 
     def _answer(self, asked: Asked, poll_id: str, answer: Answer) -> None:
         found = asked.polls.pop(poll_id, None)
@@ -265,7 +281,7 @@ class Placing:
                 self._place(host, asked, now)
             else:
                 self._timers.set("placement", request_id, now + PLACE_AGAIN_SECONDS)
-        elif placement.ends_as is not None:
+        elif placement.ends_as is not None or asked.waits_at:
             self._put_back(asked, now)
         else:
             self._end_at_host(host.name, request_id, "it was placed elsewhere: this host did not answer in time")
@@ -314,6 +330,7 @@ class Placing:
         if before is not None and before != placement.pool_lease_id:
             self._pool_release(before, now)  # its client had gone, and has polled again
         placement.is_placed, placement.lease_id = True, row.lease_id
+        host.waiting.pop(asked.request.request_id, None)
         host.leases[row.lease_id] = placement.pool_lease_id
         request = asked.request
         document = outcome_document(request, HELD, now, (), host.name, row.lease_id)

@@ -16,6 +16,7 @@ from gpu_worker_pool.core.moves import LeaseState, RequestState
 from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.remembered import Outcome
 from gpu_worker_pool.fleet.dispatching import Received, StepDown
+from gpu_worker_pool.fleet.host_waiters import HostWaiters
 from gpu_worker_pool.fleet.hosts import OF, KnownHost, pool_gpu_id
 from gpu_worker_pool.fleet.messages import (
     WITHDRAWN,
@@ -44,14 +45,13 @@ from gpu_worker_pool.fleet.placements import (
     MOST_ENDED_AT_HOSTS,
     Asked,
     Placement,
-    Placing,
     pooled,
 )
 
 HOST_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,40}", re.ASCII)
 
 
-class Reports(Placing):
+class Reports(HostWaiters):
     """The pool of a dispatcher, and the hosts that it knows."""
 
     def __init__(
@@ -84,9 +84,6 @@ class Reports(Placing):
         self._told_candidates: tuple[str, ...] = ()
         #: What came before all hosts have reported; None: they have.
         self._early: list[Received] | None = []
-
-    def _abandoned(self, message: AskAbandoned, now: float) -> None:
-        raise NotImplementedError
 
     def _step_down(self, epoch: int, owner: str) -> None:
         if epoch > self.epoch or (epoch == self.epoch and owner != self.name):
@@ -128,7 +125,9 @@ class Reports(Placing):
 
     def _welcome(self) -> Welcome:
         urls = tuple(sorted({self.url, *(host.url for host in self.hosts.values() if host.is_candidate)}))
-        return Welcome(self.fleet_id, self.epoch, self.name, self.url, urls, is_own=True, secret=self._secret)
+        return Welcome(
+            self.fleet_id, self.epoch, self.name, self.url, urls, is_own=True, secret=self._secret, serves_hosts=True
+        )
 
     def _link_lost(self, name: str, now: float) -> None:
         host = self.hosts.get(name)
@@ -139,6 +138,7 @@ class Reports(Placing):
         for poll_id, request_id in list(self._polls.items()):
             if self._asked[request_id].polls.get(poll_id, ("", 0.0))[0] == name:
                 self._abandoned(AskAbandoned(request_id, poll_id, is_gone=False), now)
+        self._leave_waiters(host, now)
 
     def _administer(self, message: Administer, now: float) -> CallAnswer:
         host, call_id = self.hosts.get(message.host), message.call_id
@@ -166,6 +166,8 @@ class Reports(Placing):
         for asked in list(self._asked.values()):
             if asked.placement is not None and asked.placement.host == host.name:
                 self._put_back(asked, now)
+        for request_id in list(host.waiting):
+            self._drop_waiter(self._asked[request_id], now)
         self._pool(Unreachable(host.name, is_removed=True), now)
         self._owner_of_uuid = {uuid: name for uuid, name in self._owner_of_uuid.items() if name != host.name}
         self._unwanted = {key: reason for key, reason in self._unwanted.items() if key[0] != host.name}
@@ -186,6 +188,7 @@ class Reports(Placing):
         self._see_gpus(host, report)
         for row in report.leases:
             self._adopt(host, row, now)
+        self._see_waiting(host, report, now)
         if report.age_seconds is not None:
             host.begun_at = max(host.begun_at, now - max(report.age_seconds, 0.0))
         host.is_heard = True
@@ -262,6 +265,7 @@ class Reports(Placing):
         # The previous dispatcher stored where it was; its client may know of it.
         asked.placement.is_told = held is not None and (held["host"], held["lease_id"]) == (host.name, row.lease_id)
         self._rows.mark(REQUESTS, request_id)
+        host.waiting.pop(request_id, None)
         if asked.polls:
             self._place(host, asked, now)
 
@@ -302,8 +306,8 @@ class Reports(Placing):
         placement = None if asked is None else asked.placement
         if pool_lease_id is not None:
             is_its_own = placement is not None and placement.pool_lease_id == pool_lease_id
-            if is_its_own and ended.state == WITHDRAWN and placement is not None and placement.ends_as is None:
-                assert asked is not None
+            is_withdrawn = ended.state == WITHDRAWN and placement is not None and placement.ends_as is None
+            if is_its_own and is_withdrawn and asked is not None and not asked.waits_at:
                 self._put_back(asked, now)
             else:
                 self._lease_is_gone(pool_lease_id, now, ended.reasons)

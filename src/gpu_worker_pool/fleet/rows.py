@@ -17,9 +17,16 @@ if TYPE_CHECKING:
 COUNTERS: Final = "#counters"
 
 
-def request_document(request: Request, ticket: int, enqueued_at: float, *, may_reserve: bool) -> dict[str, Any]:
-    """Without its polls: the next dispatcher gives every client time to poll again."""
-    return {"request": to_json(request), "ticket": ticket, "enqueued_at": enqueued_at, "may_reserve": may_reserve}
+def request_document(
+    request: Request, ticket: int, enqueued_at: float, *, may_reserve: bool, waits_at: str = ""
+) -> dict[str, Any]:
+    """Without its polls: the next dispatcher gives every client time to poll again.
+
+    `waits_at`: the host in whose ledger it waits. To a dispatcher that does not know this it is a request of a client
+    that does not poll.
+    """
+    row = {"request": to_json(request), "ticket": ticket, "enqueued_at": enqueued_at, "may_reserve": may_reserve}
+    return {**row, "waits_at": waits_at} if waits_at else row
 
 
 def outcome_document(

@@ -12,14 +12,14 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from gpu_worker_pool.core import Lease, Outcome
+from gpu_worker_pool.core import Lease, Outcome, Waiter
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from gpu_worker_pool.core import Pool, Waiter
+    from gpu_worker_pool.core import Pool
 
 #: How many of those that could be next are woken when a GPU is given back.
 MOST_RUNG: Final = 16
@@ -74,12 +74,17 @@ class Bell:
 
 
 def processes_concerned(pool: Pool, changes: Iterable[Waiter | Lease | Outcome]) -> set[str]:
-    """Those whose requests were granted and, where GPUs were given back, those that could be next."""
+    """Those whose requests were granted and, where GPUs were given back, those that could be next.
+
+    On a host of a fleet also its server, which tells the dispatcher who waits.
+    """
     found, is_given_back = {""}, False
     for change in changes:
         if isinstance(change, Lease):
             found.add(change.request.process)
         is_given_back |= isinstance(change, Outcome) and change.lease is not None
+        if pool.fleet_order is not None and isinstance(change, Waiter):
+            found.add(pool.fleet_order.process)
     if is_given_back:
         found.update(head.request.process for _, head in islice(pool.queue.heads(), MOST_RUNG))
     return found - {""}

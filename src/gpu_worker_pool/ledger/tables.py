@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.fair_share import Use
+from gpu_worker_pool.core.fleet_order import FleetOrder
 from gpu_worker_pool.core.queue import Waiter
 from gpu_worker_pool.core.record import frozen
 from gpu_worker_pool.core.replication import Counters, GPUHistory
@@ -117,9 +118,13 @@ CREATE TABLE IF NOT EXISTS totals (name TEXT PRIMARY KEY, data TEXT NOT NULL) ST
 CREATE TABLE IF NOT EXISTS policy (
     id INTEGER PRIMARY KEY CHECK (id = 1), source TEXT NOT NULL, text TEXT NOT NULL
 ) STRICT;
+-- On a host of a fleet: until when its dispatcher says whose turn it is, and what else it said of that.
+CREATE TABLE IF NOT EXISTS fleet_order (
+    id INTEGER PRIMARY KEY CHECK (id = 1), until REAL NOT NULL, data TEXT NOT NULL, revision INTEGER NOT NULL
+) STRICT;
 """
 #: The last of its names: a ledger that has it has all of them.
-_LAST_OF_SCHEMA: Final = "policy"
+_LAST_OF_SCHEMA: Final = "fleet_order"
 #: The same for what came with fair share, where use counts.
 USE_SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS used (
@@ -157,6 +162,8 @@ class Tables:
                 connection.execute(USE_SCHEMA)
         #: The rows of the table `gpus`, as far as this process knows.
         self._gpu_rows: dict[str, tuple[Any, ...]] = {}
+        #: What the table `fleet_order` says, as far as this process knows.
+        self._order: FleetOrder | None = None
 
     def secret(self) -> str:
         return str(self._execute("SELECT secret FROM meta").get)
@@ -176,6 +183,7 @@ class Tables:
         if since_revision is None:
             found = self._execute(f"{_ROWS} WHERE ended_at IS NULL")
             self._gpu_rows.clear()
+            self._order = None
         else:
             found = self._execute(f"{_ROWS} WHERE revision > ?", (since_revision,))
         news = [_known(*row) for row in found]
@@ -197,7 +205,8 @@ class Tables:
                 (-1 if since_revision is None else since_revision,),
             )
             uses = [Use(*row) for row in found]
-        pool.replicate(news, histories, counters, uses)
+        order = self._order_since(-1 if since_revision is None else since_revision)
+        pool.replicate(news, histories, counters, uses, order)
 
     def ended_request(self, request_id: str) -> Outcome | None:
         return self._outcome("request_id", request_id)
@@ -212,6 +221,40 @@ class Tables:
     def _outcome(self, column: str, value: str) -> Outcome | None:
         row = self._execute(f"{_ROWS} WHERE {column} = ? AND kind = 'outcome'", (value,)).fetchone()
         return None if row is None else outcome_of(_with_later(*row[1:]))
+
+    # --- the order of a fleet ---
+
+    def _order_since(self, revision: int) -> FleetOrder | None:
+        row = self._execute("SELECT until, data FROM fleet_order WHERE revision > ?", (revision,)).fetchone()
+        if row is None:
+            return None
+        data = json.loads(row[1])
+        self._order = FleetOrder(
+            row[0],
+            data.get("positions", {}),
+            tuple(data.get("reserved", ())),
+            data.get("reserved_for", ""),
+            data.get("reserved_name", ""),
+            data.get("note", ""),
+            data.get("process", ""),
+        )
+        return self._order
+
+    def is_other_order(self, order: FleetOrder | None) -> bool:
+        """Whether this one is to be written."""
+        return order is not None and order != self._order
+
+    def _write_order(self, order: FleetOrder, revision: int) -> None:
+        data = {
+            "positions": dict(order.positions),
+            "reserved": list(order.reserved),
+            "reserved_for": order.reserved_for,
+            "reserved_name": order.reserved_name,
+            "note": order.note,
+            "process": order.process,
+        }
+        self._execute("INSERT OR REPLACE INTO fleet_order VALUES (1, ?, ?, ?)", (order.until, _encode(data), revision))
+        self._order = order
 
     # --- the policy, and what has ended ---
 
@@ -282,6 +325,8 @@ class Tables:
                     "INSERT OR REPLACE INTO used VALUES (?, ?, ?, ?)", (use.account, use.gpu_seconds, use.at, revision)
                 )
             pool.stored_use()
+        if pool.fleet_order is not None and self.is_other_order(pool.fleet_order):
+            self._write_order(pool.fleet_order, revision)
         meta = Meta(revision, pool.fence, pool.ticket, boot_id, pool.now, _tally(pool), before.forgotten)
         self._execute(
             "UPDATE meta SET revision = ?, fence = ?, ticket = ?, boot_id = ?, now = ?, tally = ?",
@@ -393,6 +438,7 @@ class Tables:
         )
         if self._stores_use:
             self._execute("UPDATE used SET at = at + ?1, revision = ?2", (later, revision))
+        self._execute("DELETE FROM fleet_order")  # its server says so again
         self._gpu_rows.clear()
         return replace(meta, revision=revision, now=now, boot_id=boot_id)
 

@@ -245,6 +245,7 @@ class Transactions:
             has_uses = pool.fair_share is not None and bool(pool.fair_share.changed)
             # After a failure, something must be written: else a ledger that cannot be would count as served.
             is_to_write |= has_uses or news.is_other_boot or has_failed
+            is_to_write |= self.tables.is_other_order(pool.fleet_order)
             if own or is_to_write or self._is_stamp_due(pool, now):
                 has_records = self.tables.to_record(records_of(pool, own.values(), now, self._wall_clock))
                 meta = self.tables.write(pool, own, self._meta, self._boot_id)

@@ -20,6 +20,7 @@ PARTS_OF_POOL = {
     "core/pool.py": "the pool itself",
     "core/assigning.py": "Pool._follow_up serves waiters by it",
     "core/ending.py": "Pool ends leases by it",
+    "core/fleet_order.py": "Pool serves waiters by it, once the dispatcher of a fleet says so",
     "core/leaving.py": "Pool asks holders to leave by it",
     "core/placing.py": "Pool grants for a dispatcher by it, and undoes what a host refused",
     "core/observing.py": "Pool takes readings by it",

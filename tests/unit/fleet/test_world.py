@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_worker_pool.fleet.dispatcher import Dispatcher
-from gpu_worker_pool.fleet.host_side import HostSide
+from gpu_worker_pool.fleet.host_side import HostEffect, HostSide
+from gpu_worker_pool.fleet.hosts import KnownHost
+from gpu_worker_pool.fleet.messages import Welcome
 from gpu_worker_pool.fleet.placements import Asked
 from tests.unit.fleet.world import BrokenPromiseError, World, run
 
@@ -37,8 +40,13 @@ def test_without_faults_everybody_is_served() -> None:
     world.settle()  # all hosts have joined: what no host can serve is refused at once
     for _ in range(10):
         world.new_client()
+    while any(host.side.order is None for host in world.hosts.values()):
+        world.now = world.store.now = world.now + 0.25
+        world.work()
+    for _ in range(10):
+        world.new_program()
     world.settle()
-    assert world.served == 10
+    assert (world.served, world.served_by_fleet) == (20, 10)
 
 
 # --- defects that the world must find ---
@@ -73,6 +81,21 @@ class ForgetsRefusals(Dispatcher):
         pass
 
 
+class ServesItself(HostSide):
+    """Grants to what waits in its ledger by its own order."""
+
+    def _welcomed(self, candidate: str, welcome: Welcome) -> list[HostEffect]:
+        return super()._welcomed(candidate, replace(welcome, serves_hosts=False))
+
+
+class ForgetsHosts(Dispatcher):
+    """What waits in the ledger of a host loses its place with the link of that host."""
+
+    def _leave_waiters(self, host: KnownHost, now: float) -> None:
+        for request_id in list(host.waiting):
+            self._drop_waiter(self._asked[request_id], now)
+
+
 def steps_to_find(**options: Any) -> int:
     """How many steps it took until a promise was broken."""
     steps = 0
@@ -95,6 +118,8 @@ def steps_to_find(**options: Any) -> int:
         ({"dispatcher": LosesThePlace}, 5_000),
         ({"dispatcher": DoesNotListen}, 20_000),
         ({"dispatcher": ForgetsRefusals}, 5_000),
+        ({"side": ServesItself}, 20_000),
+        ({"dispatcher": ForgetsHosts}, 20_000),
     ],
     ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",
 )

@@ -6,6 +6,7 @@ The oracle knows the promises of a fleet and not its code: it judges what client
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpu_worker_pool.core import (
+    Cancelled,
+    FleetOrder,
     Granted,
     Lease,
     Outcome,
@@ -64,6 +67,21 @@ class Client:
         return not self.is_dead and self.lease is None and not self.end
 
 
+@dataclass(eq=False)
+class Program:
+    """One that uses `local://` on a host."""
+
+    request: Request
+    host: str
+    arrived_at: float
+    #: When it was told its place in the fleet, and how often commits had been lost then.
+    told_at: float = math.inf
+    told_waiting: int = 0
+    releases_at: float = math.inf
+    lease_id: str = ""
+    leaves_at: float = math.inf
+
+
 # --- the world ---
 
 
@@ -101,9 +119,10 @@ class World:
         self.candidates = {name: WorldCandidate(self, name) for name in self.candidate_names}
         self.links = {(host, name): Link(host, name) for host in names for name in self.candidate_names}
         self.clients: dict[str, Client] = {}
+        self.programs: dict[str, Program] = {}
         self.log: deque[str] = deque(maxlen=4000)
         self.steps = 0
-        self.served = 0
+        self.served = self.served_programs = self.served_by_fleet = 0
         self.numbers = 0
         self.highest_epoch = 0
 
@@ -201,6 +220,10 @@ class World:
     def saw_place(self, candidate: WorldCandidate, to: str, place: Place) -> None:
         request_id = place.request.request_id
         client = self.clients.get(request_id)
+        if (program := self.programs.get(request_id)) is not None:
+            if to != program.host:
+                raise BrokenPromiseError(f"{request_id} waits at {program.host}, and is placed at {to}")
+            self.saw_turn_of_program(candidate, program)
         if client is None or candidate.dispatcher is None or candidate.dispatcher.epoch < self.highest_epoch:
             return  # a host that has heard of the next one will refuse it
         if client.lease is not None and client.lease[0] != to:
@@ -219,6 +242,7 @@ class World:
             or placement.first_sent_at < candidate.dispatcher.pool.now
         ):
             return  # it was granted before
+        self.saw_turn(candidate, client.request, to, client.first_asked_at)
         for other in self.clients.values():
             if (
                 other.is_waiting
@@ -231,7 +255,64 @@ class World:
             ):
                 raise BrokenPromiseError(f"{request_id} overtakes {other.request.request_id}, which was told its place")
 
-    def is_overtaken(self, candidate: WorldCandidate, other: Client) -> bool:
+    def saw_turn_of_program(self, candidate: WorldCandidate, program: Program) -> None:
+        dispatcher = candidate.dispatcher
+        if dispatcher is None or dispatcher.epoch < self.highest_epoch:
+            return
+        placement = dispatcher._asked[program.request.request_id].placement
+        if placement is None or placement.is_placed or placement.first_sent_at < dispatcher.pool.now:
+            return
+        self.saw_turn(candidate, program.request, program.host, program.arrived_at)
+        for other in self.clients.values():
+            if (
+                other.is_waiting
+                and other.told_waiting == self.store.losses
+                and other.told_at < program.arrived_at
+                and other.request.requirements.count == program.request.requirements.count
+                and self.now - other.polled_at < 25.0
+                and self.is_overtaken(candidate, other)
+            ):
+                raise BrokenPromiseError(
+                    f"{program.request.request_id} overtakes {other.request.request_id}, which was told its place"
+                )
+
+    def saw_turn(self, candidate: WorldCandidate, request: Request, to: str, asked_at: float | None) -> None:
+        """Whether a program that waits at this host was told its place before this request was there."""
+        for program in self.programs.values():
+            if (
+                asked_at is not None
+                and program.host == to
+                and program.told_waiting == self.store.losses
+                and program.told_at < asked_at
+                and program.request.requirements.count == request.requirements.count
+                and self.now - self.hosts[to].linked_at < 20.0
+                and self.is_overtaken(candidate, program)
+            ):
+                raise BrokenPromiseError(f"{request.request_id} overtakes {program.request.request_id}, told its place")
+
+    def saw_local(self, host: WorldHost, lease: Lease, *, by_fleet: bool) -> None:
+        """A lease was granted at this host: to a program only by the fleet, while its host follows it."""
+        program = self.programs.get(lease.request.request_id)
+        if program is None or program.lease_id:
+            return
+        is_followed = self.now < host.followed_at + host_side.OWN_ORDER_SECONDS
+        if not by_fleet and (is_followed or self.is_heard(host)):
+            raise BrokenPromiseError(f"{host.name} grants {lease} out of the fleet's order")
+        program.lease_id, program.releases_at = lease.lease_id, self.now + self.random.uniform(0.5, 15.0)
+        self.served += 1
+        self.served_programs += 1
+        self.served_by_fleet += by_fleet
+
+    def saw_order(self, host: WorldHost, order: FleetOrder) -> None:
+        """What the programs of this host are told of their places."""
+        for program in self.programs.values():
+            if self.store.lacks_commits:
+                continue
+            is_told = program.host == host.name and program.request.request_id in order.positions
+            if is_told and (program.told_waiting != self.store.losses or program.told_at == math.inf):
+                program.told_waiting, program.told_at = self.store.losses, self.now
+
+    def is_overtaken(self, candidate: WorldCandidate, other: Client | Program) -> bool:
         """Whether no GPU is on its way to it."""
         assert candidate.dispatcher is not None
         known = candidate.dispatcher.pool.requests.get(other.request.request_id)
@@ -258,7 +339,8 @@ class World:
             client.releases_at = self.now + self.random.uniform(0.5, 15.0)
             self.served += 1
         elif answer.state == "waiting":
-            if client.told_waiting != self.store.losses:
+            # What the dispatcher believes to be stored may be lost with it until it has written it again.
+            if client.told_waiting != self.store.losses and not self.store.lacks_commits:
                 client.told_waiting, client.told_at = self.store.losses, self.now
         elif answer.state == "ended":
             client.end = answer.error
@@ -274,6 +356,33 @@ class World:
         name = f"r{self.numbers}"
         request = Request(name, Requirements(count=min(count, biggest)), owner=f"o{name}", ttl_seconds=TTL_SECONDS)
         self.clients[name] = Client(request, self.now, self.random.choice(list(self.hosts)))
+
+    def new_program(self) -> None:
+        self.numbers += 1
+        host = self.random.choice(list(self.hosts.values()))
+        if not host.is_up:
+            return
+        name = f"program{self.numbers}"
+        program = self.programs[name] = Program(Request(name, owner="uid:0", process="1"), host.name, self.now)
+        if self.random.random() < 0.1:
+            program.leaves_at = self.now + self.random.uniform(0.0, 20.0)
+        host.apply(Requested(program.request))
+        host.observe(reads=False)
+
+    def run_program(self, program: Program) -> None:
+        host, name = self.hosts[program.host], program.request.request_id
+        if not host.is_up:
+            return
+        if program.lease_id and self.now >= program.releases_at:
+            host.apply(Released(program.lease_id))
+            host.observe(reads=True)
+        elif not program.lease_id and self.now >= program.leaves_at:
+            host.apply(Cancelled(name))
+            host.observe(reads=False)
+        if isinstance(known := host.ledger.requests.get(name), Outcome):
+            if not program.lease_id and self.now < program.leaves_at:
+                raise BrokenPromiseError(f"{name} was ended by the fleet: {known}")
+            del self.programs[name]
 
     def act(self, client: Client) -> None:
         if client.is_dead:
@@ -331,6 +440,8 @@ class World:
         waiting = sum(not client.end and not client.is_dead for client in self.clients.values())
         if self.faults and waiting < 8 and random.random() < 0.2:
             self.new_client()
+        if self.faults and len(self.programs) < 4 and random.random() < 0.05:
+            self.new_program()
         self.work()
 
     def tick(self) -> None:
@@ -352,9 +463,13 @@ class World:
         for host in self.hosts.values():
             if host.is_up:
                 host.tick()
+                if self.is_heard(host):
+                    self.heard(host)
                 if host.local and self.random.random() < 0.05:
                     host.apply(Released(host.local.pop().lease_id))
                     host.observe(reads=True)
+        for program in list(self.programs.values()):
+            self.run_program(program)
         for name, client in list(self.clients.items()):
             self.act(client)
             if (client.is_dead and self.random.random() < 0.02) or client.end:
@@ -434,13 +549,15 @@ class World:
         for link in self.links.values():
             self.close(link)
         end = self.now + seconds
-        while self.now < end and (any(not each.is_dead for each in self.clients.values()) or not self.is_idle()):
+        while self.now < end and (
+            self.programs or any(not each.is_dead for each in self.clients.values()) or not self.is_idle()
+        ):
             self.now += 0.25
             self.store.now = self.now
             self.work()
         left = [each for each in self.clients.values() if not each.is_dead]
-        if left:
-            raise BrokenPromiseError(f"forgotten: {left}")
+        if left or self.programs:
+            raise BrokenPromiseError(f"forgotten: {left}, {self.programs}")
         if not self.is_idle():
             leases = [lease for host in self.hosts.values() for lease in host.ledger.leases]
             left_over = [
@@ -449,6 +566,18 @@ class World:
                 for each in d.pool.leases
             ]
             raise BrokenPromiseError(f"not free at the end: {leases}, {self.dispatchers()}, {left_over}")
+
+    def heard(self, host: WorldHost) -> None:
+        """After a long silence its programs have lost their places."""
+        if self.now - host.linked_at > 20.0:
+            for program in self.programs.values():
+                program.told_at = math.inf if program.host == host.name else program.told_at
+        host.linked_at = self.now
+
+    def is_heard(self, host: WorldHost) -> bool:
+        """Whether the last dispatcher has heard it, over the link that it has now."""
+        known = [each.hosts.get(host.name) for each in self.dispatchers() if each.epoch == self.highest_epoch]
+        return any(each is not None and each.is_heard for each in known)
 
     def dispatchers(self) -> list[Dispatcher]:
         return [each.dispatcher for each in self.candidates.values() if each.dispatcher is not None]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpu_worker_pool.core import (
     Cancelled,
+    FleetOrder,
+    FleetOrdered,
     Granted,
     Lease,
     Observed,
@@ -17,6 +20,8 @@ from gpu_worker_pool.core import (
     Reading,
     Requested,
     Ticked,
+    TurnCame,
+    Waiter,
 )
 from gpu_worker_pool.core.events import PollAbandoned
 from gpu_worker_pool.core.moves import LeaseState
@@ -32,7 +37,17 @@ from gpu_worker_pool.fleet.dispatcher import (
     TimePassed,
 )
 from gpu_worker_pool.fleet.host_side import HostSide
-from gpu_worker_pool.fleet.messages import Answer, Ask, EndedRow, GPURow, HostLease, Join, Place
+from gpu_worker_pool.fleet.messages import (
+    Answer,
+    Ask,
+    EndedRow,
+    GPURow,
+    HostLease,
+    HostOrder,
+    HostWaiter,
+    Join,
+    Place,
+)
 from gpu_worker_pool.fleet.store import CommitsLost, Delete, Deposed, Office, Put, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -61,6 +76,10 @@ class WorldHost:
         #: The polls of clients at this server that are unanswered.
         self.polls: dict[str, Ask] = {}
         self.local: list[Lease] = []
+        #: When its ledger was told last that its fleet is there.
+        self.followed_at = -math.inf
+        #: When the dispatcher had heard it last.
+        self.linked_at = 0.0
 
     def _new_side(self) -> HostSide:
         is_candidate = self.name in self.world.candidate_names
@@ -80,7 +99,12 @@ class WorldHost:
         self.side = self._new_side()
 
     def apply(self, event: Any) -> tuple[Any, ...]:
-        return self.ledger.apply(event, self.world.now)
+        effects = self.ledger.apply(event, self.world.now)
+        if type(event) is not TurnCame:
+            for effect in effects:
+                if isinstance(effect, Granted):
+                    self.world.saw_local(self, effect.lease, by_fleet=False)
+        return effects
 
     def perform(self, effects: Sequence[host_side.HostEffect]) -> None:
         for effect in effects:
@@ -93,11 +117,13 @@ class WorldHost:
                     self.epoch = epoch, owner
                 case host_side.DoPlace():
                     self.place(effect)
-                case host_side.DoEnd(request_id, _):
+                case host_side.DoEnd(request_id, _, refused):
                     known = self.ledger.requests.get(request_id)
-                    if isinstance(known, Lease) and known.is_live:
-                        self.apply(Cancelled(request_id))
+                    if isinstance(known, Waiter) or (isinstance(known, Lease) and known.is_live):
+                        self.apply(Cancelled(request_id, refused=refused))
                     self.observe(reads=True)
+                case host_side.FollowFleet(order):
+                    self.follow(order)
                 case host_side.DoAbandon(request_id, poll_id, is_gone):
                     self.apply(PollAbandoned(request_id, poll_id, is_gone))
                 case host_side.DoRead():
@@ -116,6 +142,12 @@ class WorldHost:
         place = effect.place
         self.world.saw_command(self, place)
         known = self.ledger.requests.get(place.request.request_id)
+        if isinstance(known, Waiter):
+            self.turn_came(effect, known)
+            return
+        if place.waits_there and not isinstance(known, Lease):
+            self.perform(self.side.refused(effect, ("it does not wait here any more",)))
+            return
         if isinstance(known, Outcome) or (isinstance(known, Lease) and not known.is_live):
             lease = known.lease if isinstance(known, Outcome) else known
             row = EndedRow(known.request.request_id, lease.lease_id if lease else "", "released")
@@ -138,6 +170,25 @@ class WorldHost:
             )
         else:
             self.perform(self.side.refused(effect, ("no",)))
+
+    def turn_came(self, effect: host_side.DoPlace, waiter: Waiter) -> None:
+        request_id = waiter.request.request_id
+        effects = self.apply(TurnCame(request_id, effect.place.gpu_ids))
+        found = [each.lease for each in effects if isinstance(each, Granted) and each.lease.request is waiter.request]
+        if found:
+            is_held = found[0].state is LeaseState.HELD
+            self.perform(self.side.placed(effect, self.row(found[0]), {}, is_held=is_held))
+            self.world.saw_local(self, found[0], by_fleet=True)
+        else:
+            self.perform(self.side.refused(effect, ("no",)))
+        self.observe(reads=False)
+
+    def follow(self, order: HostOrder | None) -> None:
+        self.followed_at = self.world.now if order is not None else -math.inf
+        until = self.world.now + (host_side.OWN_ORDER_SECONDS if order is not None else 0.0)
+        found = FleetOrder(until) if order is None else FleetOrder(until, order.positions)
+        self.apply(FleetOrdered(found))
+        self.world.saw_order(self, found)
 
     def row(self, lease: Lease) -> HostLease:
         held = self.world.now - lease.granted_at
@@ -162,11 +213,16 @@ class WorldHost:
             if each.lease is not None and not each.request.request_id.startswith("local")
         ]
         leases = [self.row(lease) for lease in self.ledger.leases]
-        self.perform(self.side.observe(rows if reads else None, leases, ended, age_seconds=0.0 if reads else None))
+        waiters = sorted(self.ledger.queue.in_order(), key=lambda waiter: waiter.ticket)
+        waiting = [HostWaiter(waiter.request, waiter.may_reserve) for waiter in waiters]
+        age_seconds = 0.0 if reads else None
+        self.perform(self.side.observe(rows if reads else None, leases, ended, waiting, age_seconds=age_seconds))
 
     def tick(self) -> None:
         before = len(self.ledger.leases)
         self.apply(Ticked())
+        if self.side.order is not None and self.world.now - self.followed_at > 3.0:
+            self.follow(self.side.order)
         if self.world.now - self.read_at > 4.0 or len(self.ledger.leases) != before:
             self.observe(reads=True)
 

@@ -23,8 +23,9 @@ class WorldStore:
         self.rows: dict[str, dict[str, Mapping[str, Any]]] = {table: {} for table in TABLES}
         self.history: deque[tuple[dict[str, Any], dict[str, dict[str, Mapping[str, Any]]]]] = deque(maxlen=6)
         self.unknown: bool | None = None
-        #: How often commits were lost.
+        #: How often commits were lost, and whether they were not written again yet.
         self.losses = 0
+        self.lacks_commits = False
 
     def _check(self) -> None:
         if not self.is_up:
@@ -38,12 +39,14 @@ class WorldStore:
             self.state, self.rows = self.history.popleft()
             self.history.clear()
             self.losses += 1
+            self.lacks_commits = True
 
     def stand(self, name: str, lowest_epoch: int) -> Office | None:
         self._check()
         if self.state["until"] > self.now:
             return None
         self._commit()
+        self.lacks_commits = False  # nobody knows of them any more
         self.state["epoch"] = max(self.state["epoch"], lowest_epoch) + 1
         self.state["revision"] += 1
         self.state.update(owner=name, until=self.now + OFFICE_SECONDS)
@@ -82,6 +85,7 @@ class WorldStore:
         if self.state["epoch"] > office.epoch:
             raise Deposed(epoch=self.state["epoch"])
         self._commit()
+        self.lacks_commits = False
         self.rows = deepcopy({table: dict(everything.get(table, {})) for table in TABLES})
         self.state["revision"] = max(self.state["revision"], office.revision) + 1
         self.state.update(epoch=office.epoch, owner=name, until=self.now + OFFICE_SECONDS)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpu_worker_pool._version import __version__
-from gpu_worker_pool.core.assignments import Lease
 from gpu_worker_pool.core.remembered import Outcome
 from gpu_worker_pool.errors import GPUWorkerPoolError
 from gpu_worker_pool.fleet.agent import FleetAgent, Seen
@@ -196,7 +195,7 @@ class FleetParts:
             return
         if isinstance(change.after, Outcome) and change.after.lease is not None:
             self.agent.ended(change.after)
-        elif isinstance(change.after, Lease):
+        else:
             self.agent.changed()
 
     def _see(self) -> Seen | None:
