@@ -10,8 +10,9 @@ from typing import NamedTuple
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 #: How long a process may take to start another program, until it counts as one without an environment.
 _EXEC_SECONDS = 0.5
-#: The kernel's flag for its own threads, which never have an environment.
+#: The kernel's flags for its own threads, which never have an environment, and for a process that is ending.
 _KERNEL_THREAD = 0x00200000
+_ENDS = 0x00000004
 
 
 class ProcessStat(NamedTuple):
@@ -43,22 +44,22 @@ def environment_of(pid: int) -> list[bytes]:
     """
     latest = time.monotonic() + _EXEC_SECONDS
     try:
-        text = _bytes(f"/proc/{pid}/environ")
-        if text:
-            return text.split(b"\0")
-        while _is_in_exec(pid) and time.monotonic() < latest:
+        while not (text := _bytes(f"/proc/{pid}/environ")) and _may_have_variables(pid):
+            if time.monotonic() > latest:
+                break
             time.sleep(0.001)
-        text = _bytes(f"/proc/{pid}/environ")
+        return text.split(b"\0")
     except OSError:
         return []
-    return text.split(b"\0")
 
 
-def _is_in_exec(pid: int) -> bool:
-    if _bytes(f"/proc/{pid}/cmdline"):
-        return False
+def _may_have_variables(pid: int) -> bool:
+    """False if it surely has none. While it starts another program, the kernel does not know where they will be."""
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return fields[0] not in "ZX" and not int(fields[6]) & _KERNEL_THREAD
+    if fields[0] in "ZX" or int(fields[6]) & (_KERNEL_THREAD | _ENDS):
+        return False
+    begin, end = int(fields[47]), int(fields[48])
+    return end == 0 or begin < end
 
 
 @lru_cache(maxsize=256)
