@@ -388,8 +388,9 @@ class Oracle:
         if accounts & self.fuzzy:
             return False
         uses = [self.used(each.request.account, now) for each in (first, second)]
-        # The last stamp before an outage may be a moment older than what was used until then.
-        unknown = 3.0 * self.outages if max(uses) > 0 else 0.0
+        # The last stamp before an outage may be a moment older than what was used until then, which may even seem to be
+        # less than nothing.
+        unknown = 3.0 * self.outages if any(uses) else 0.0
         if abs(uses[0] - uses[1]) <= 1e-6 * (1 + max(uses)) + unknown:
             return uses == [0.0, 0.0] and first.arrival < second.arrival
         return uses[0] < uses[1]
