@@ -18,7 +18,7 @@ EXPECTED_REFUSALS = frozenset({"WorkerTimeoutError", "ServiceUnavailableTimeoutE
 class Holding:
     """One grant, as its holder saw it, on the clock that all processes share."""
 
-    pid: int
+    worker: int
     request: str
     gpu: str
     fence: int
@@ -48,7 +48,7 @@ class History:
     unknown: list[str]
     #: Requests whose asker lives and was told nothing.
     forgotten: list[str]
-    #: By pid, when workers stood still: they were paused, or got no processor.
+    #: By worker, when workers stood still: they were paused, or got no processor.
     stalls: dict[int, list[Span]]
     #: When there was no server, or nobody could write to the ledger.
     away: Sequence[Span] = ()
@@ -61,7 +61,7 @@ class History:
         refused: dict[str, str] = {}
         open_requests: dict[str, int] = {}
         for path in sorted(folder.glob("worker-*.jsonl")):
-            pid = int(path.stem.partition("-")[2])
+            worker = int(path.stem.partition("-")[2])
             held: dict[str, Holding] = {}
             for line in path.read_text().splitlines():
                 try:
@@ -71,10 +71,10 @@ class History:
                 request = entry["request"]
                 match entry["what"]:
                     case "asked":
-                        open_requests[request] = pid
+                        open_requests[request] = worker
                     case "granted":
                         open_requests.pop(request)
-                        held[request] = Holding(pid, request, entry["gpu"], entry["fence"], entry["at"])
+                        held[request] = Holding(worker, request, entry["gpu"], entry["fence"], entry["at"])
                         holdings.append(held[request])
                     case "releasing":
                         held[request].until = entry["at"]
@@ -82,14 +82,14 @@ class History:
                         held[request].until = min(held[request].until, entry["at"])
                         held[request].lost_at = held[request].lost_at or entry["at"]
                     case "stalled":
-                        stalls[pid].append(Span(entry["since"], entry["at"]))
+                        stalls[worker].append(Span(entry["since"], entry["at"]))
                     case "refused":
                         open_requests.pop(request, None)
                         refused[request] = entry["why"]
             for holding in held.values():
-                holding.until = min(holding.until, killed_at.get(pid, math.inf))
-        unknown = [request for request, pid in open_requests.items() if pid in killed_at]
-        forgotten = [request for request, pid in open_requests.items() if pid not in killed_at]
+                holding.until = min(holding.until, killed_at.get(worker, math.inf))
+        unknown = [request for request, worker in open_requests.items() if worker in killed_at]
+        forgotten = [request for request, worker in open_requests.items() if worker not in killed_at]
         return cls(holdings, refused, unknown, forgotten, stalls, away)
 
     def problems(self) -> list[str]:
@@ -103,8 +103,8 @@ class History:
             for before, after in itertools.pairwise(holdings):
                 if after.told_at < before.until:
                     found.append(
-                        f"{gpu} was held twice: by {before.request} of {before.pid} until {before.until:.4f}, "
-                        f"and by {after.request} of {after.pid} from {after.told_at:.4f}"
+                        f"{gpu} was held twice: by {before.request} of {before.worker} until {before.until:.4f}, "
+                        f"and by {after.request} of {after.worker} from {after.told_at:.4f}"
                     )
         fences = [holding.fence for holding in self.holdings]
         if len(set(fences)) != len(fences):
@@ -127,4 +127,4 @@ class History:
 
     def _is_excused(self, holding: Holding, lost_at: float) -> bool:
         """Whether a loss is no wonder: its holder stood still meanwhile, or nobody was there to renew it."""
-        return any(span.meets(holding.told_at, lost_at) for span in [*self.stalls[holding.pid], *self.away])
+        return any(span.meets(holding.told_at, lost_at) for span in [*self.stalls[holding.worker], *self.away])

@@ -37,7 +37,9 @@ class Workers:
     """Processes that ask one endpoint for GPUs; those that are killed are replaced."""
 
     def __init__(self, endpoint: str, folder: Path, state: Path, draw: random.Random) -> None:
+        #: By the number of the worker, as it is in what it wrote: pids repeat within half an hour.
         self.killed_at: dict[int, float] = {}
+        self._numbers: dict[subprocess.Popen[bytes], int] = {}
         #: When one of them was.
         self.paused: list[Span] = []
         self._endpoint, self._folder, self._draw = endpoint, folder, draw
@@ -50,13 +52,17 @@ class Workers:
 
     def _start(self, place: int) -> subprocess.Popen[bytes]:
         seed, pace = str(self._draw.random()), "slow" if place < SLOW else "quick"
-        arguments = [sys.executable, "-m", "tests.chaos.worker", self._endpoint, str(self._folder), seed]
-        return subprocess.Popen([*arguments, str(TTL_SECONDS), pace], stdin=subprocess.PIPE, env=self._env, cwd=ROOT)
+        number = len(self._numbers) + 1
+        arguments = [sys.executable, "-m", "tests.chaos.worker", self._endpoint, str(self._folder), str(number), seed]
+        command = [*arguments, str(TTL_SECONDS), pace]
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, env=self._env, cwd=ROOT)
+        self._numbers[worker] = number
+        return worker
 
     def kill_one(self) -> None:
         place = self._draw.randrange(WORKERS)
         victim = self._running[place]
-        self.killed_at[victim.pid] = time.monotonic()
+        self.killed_at[self._numbers[victim]] = time.monotonic()
         _kill(victim)
         self._running[place] = self._start(place)
 

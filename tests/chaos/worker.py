@@ -1,6 +1,6 @@
 """A worker that takes a GPU, holds it for a moment and gives it back, over and over, and writes down what it saw.
 
-`python -m tests.chaos.worker ENDPOINT FOLDER SEED TTL quick|slow`; ends after what it is at when standard input closes.
+`python -m tests.chaos.worker ENDPOINT FOLDER NUMBER SEED TTL quick|slow`; ends its turn when standard input closes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gpu_worker_pool.errors import GPUWorkerPoolError, StaleAssignmentError
 STALL_SECONDS = 0.3
 
 
-async def main(endpoint: str, folder: str, seed: str, ttl: str, pace: str) -> None:
+async def main(endpoint: str, folder: str, number: str, seed: str, ttl: str, pace: str) -> None:
     draw = random.Random(seed)  # which work takes how long
-    file = os.open(Path(folder, f"worker-{os.getpid()}.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    file = os.open(Path(folder, f"worker-{number}.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     is_over = threading.Event()
 
     def watch() -> None:
@@ -52,7 +52,7 @@ async def main(endpoint: str, folder: str, seed: str, ttl: str, pace: str) -> No
         serial = 0
         while not is_over.is_set():
             serial += 1
-            request = f"{os.getpid()}-{serial}"
+            request = f"{number}-{serial}"
             note("asked", request)
             try:
                 assignment = await client.request_gpu()
